@@ -1,0 +1,1 @@
+"""A replication of "Scalable Diffusion Models with Transformers" (DiT), one room a chapter."""

@@ -1,0 +1,3 @@
+from dit_repro.cli import main
+
+main()
