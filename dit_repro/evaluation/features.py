@@ -1,0 +1,97 @@
+"""Feature extractors: images in, the three heads of an Inception-style network out."""
+import io
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dit_repro.files import sha256 as sha256_of
+
+INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
+INCEPTION_URL = f"https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/{INCEPTION_FILE}"
+INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+
+
+class Features(NamedTuple):
+    """What a feature extractor gives for N images, float32 on the CPU."""
+    pool: Tensor     # (N, D): Frechet distance, precision and recall, kernel distance
+    spatial: Tensor  # (N, h*w*c) flattened as NHWC: spatial Frechet distance
+    logits: Tensor   # (N, K): Inception Score
+
+
+@contextmanager
+def full_float32():
+    """Run convolutions and matrix products in full float32: TF32 moves a score and is on by default on a GPU."""
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+
+
+class FeatureExtractor(nn.Module):
+    """Base class: a subclass sets `id`, `sha256`, `resize` and writes `heads`; a call does the rest.
+
+    Calling it on images uint8 (N, 3, H, W) runs `heads` in batches, in eval mode, without gradient and without TF32.
+    Raises ValueError on images of another type or shape, and on none.
+    """
+    id: str        # goes into the protocol and the name of the score
+    sha256: str    # of the weights
+    resize: str    # what happens to an image before the first layer
+    batch_size = 256
+
+    def heads(self, images: Tensor) -> Features:
+        """Features of one batch: images (N, 3, H, W), uint8 or float in 0..255, on the device of the weights."""
+        raise NotImplementedError
+
+    def forward(self, images: Tensor) -> Features:
+        if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
+            found = f"{images.dtype} {tuple(images.shape)}" if isinstance(images, Tensor) else type(images).__name__
+            raise ValueError(f"{self.id} features: expected uint8 images of shape (N, 3, H, W), found {found}")
+        if len(images) == 0:
+            raise ValueError(f"{self.id} features: no image given")
+        self.eval()
+        device = next(self.parameters()).device
+        with torch.no_grad(), full_float32():
+            batches = [self.heads(batch.to(device)) for batch in images.split(self.batch_size)]
+        return Features(*(torch.cat(head).float().cpu() for head in zip(*batches)))
+
+
+class InceptionFeatures(FeatureExtractor):
+    """The 2015 Inception network of FID, as the ADM evaluator reads it, with torch-fidelity's port of the graph.
+
+    Heads: pool (N, 2048), spatial (N, 17*17*7 = 2023), logits (N, 1008) without the bias. Images of any size are
+    resized to 299x299 inside, by TensorFlow 1 bilinear. Weights are read from torch's hub cache unless `weights_path`
+    is given, and never downloaded. Raises FileNotFoundError saying where to get them, ValueError on another file.
+    """
+    id = "Inception"
+    resize = "TensorFlow 1 bilinear to 299"
+    batch_size = 64
+
+    def __init__(self, weights_path: str | Path | None = None, sha256: str = INCEPTION_SHA256):
+        super().__init__()
+        path = Path(weights_path or Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE)
+        if not path.is_file():
+            raise FileNotFoundError(f"no Inception weights at {path}. Download {INCEPTION_URL} (96 MB) to that place, "
+                                    "or pass weights_path")
+        self.sha256 = sha256_of(path)
+        if self.sha256 != sha256:
+            raise ValueError(f"{path}: SHA-256 is {self.sha256}, expected {sha256}. "
+                             f"Download {INCEPTION_URL} (96 MB) again")
+        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+        trusted = io.BytesIO()  # the constructor unpickles what it is given: give it tensors that were read safely
+        torch.save(torch.load(path, map_location="cpu", weights_only=True), trusted)
+        trusted.seek(0)
+        self.network = FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], trusted)
+        self.network.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
+
+    def _keep_spatial(self, module, inputs, output: Tensor) -> None:
+        self._spatial = output[:, :7].movedim(1, -1).flatten(1)  # (N, 17*17*7): ADM stores its statistics as NHWC
+
+    def heads(self, images: Tensor) -> Features:
+        pool, logits = self.network(images)
+        return Features(pool, self._spatial, logits)
