@@ -90,8 +90,8 @@ def loss_of_unit_gaussian(schedule: NoiseSchedule) -> Tensor:
 def loss_of_gaussian(schedule: NoiseSchedule, covariance: Tensor) -> Tensor:
     """Noise MSE, by timestep, of the best predictor that knows nothing but the latents' mean and covariance.
 
-    covariance: (D, D) of the flattened latents. Returns (T,) float64. Along an eigenvector of variance v the best linear
-    guess (a Wiener filter) leaves a v / (a v + 1 - a); with v = 1 throughout this is `loss_of_unit_gaussian`.
+    covariance: (D, D) of the flattened latents. Returns (T,) float64. Along an eigenvector of variance v the best
+    linear guess (a Wiener filter) leaves a v / (a v + 1 - a); with v = 1 throughout this is `loss_of_unit_gaussian`.
     """
     variances = torch.linalg.eigvalsh(covariance.double()).clamp(min=0)  # (D,)
     a = schedule.alphas_cumprod[:, None]  # (T, 1)

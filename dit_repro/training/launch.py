@@ -1,0 +1,51 @@
+"""Training from a notebook: in a process of its own, which outlives the kernel and is found again."""
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from dit_repro.progress import progress
+from dit_repro.training.config import TrainConfig
+from dit_repro.training.run_folder import RunFolder
+
+
+def launch(config: TrainConfig, path: str | Path, num_processes: int = 1) -> RunFolder:
+    """Attach to the run in `path`, resume it or start it, follow it to its end, and return its folder.
+
+    A finished run returns at once. Interrupting the call leaves the training running; calling again attaches to it.
+    ValueError where the folder holds a run with other settings; RuntimeError with the end of its log where it fails.
+    """
+    folder = RunFolder(path)
+    folder.prepare(config)
+    if _is_done(folder, config):
+        return folder
+    process = None if folder.is_locked() else _start(folder, num_processes)
+    with progress(total=config.num_steps, initial=folder.status()["step"], desc=folder.path.name, unit="step") as bar:
+        while process.poll() is None if process else folder.is_locked():
+            bar.update(folder.status()["step"] - bar.n)
+            time.sleep(0.5)
+        bar.update(folder.status()["step"] - bar.n)
+    if not _is_done(folder, config):
+        log = folder.path / "train.log"
+        tail = "".join(log.read_text(errors="replace").splitlines(keepends=True)[-20:]) if log.is_file() else ""
+        status = folder.status()
+        raise RuntimeError(f"{folder.path}: {status['state']} at step {status['step']}; run this again to go on from "
+                           f"its last checkpoint. The end of {log}:\n{tail}")
+    return folder
+
+
+def _is_done(folder: RunFolder, config: TrainConfig) -> bool:
+    status = folder.status()
+    return status["state"] == "finished" and status["step"] >= config.num_steps
+
+
+def _start(folder: RunFolder, num_processes: int) -> subprocess.Popen:
+    command = [sys.executable, "-m"]
+    if num_processes > 1:
+        command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}", "-m"]
+    command += ["dit_repro", "train", str(folder.path)]
+    environment = {k: v for k, v in os.environ.items() if k != "DIT_REPRO_PROGRESS"}   # the bar here writes to it
+    with open(folder.path / "train.log", "a", encoding="utf-8") as log:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+                                start_new_session=True)

@@ -1,0 +1,113 @@
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+from tiny_training import tiny_config
+
+from dit_repro.cli import main
+from dit_repro.training import RESUME_ME, RunFolder, Trainer, launch
+
+
+def command(*arguments):
+    return CliRunner().invoke(main, list(map(str, arguments)))
+
+
+def test_train_starts_resumes_and_overrides(config, tmp_path):
+    (tmp_path / "config.json").write_text(config.to_json())
+    done = command("train", tmp_path / "run", "--config", tmp_path / "config.json", "-o", "num_steps=8")
+    assert done.exit_code == 0, done.output
+    assert command("train", tmp_path / "run", "-o", "num_steps=12").exit_code == 0
+    assert RunFolder(tmp_path / "run").checkpoints() == [8, 12]
+    for wrong in (("-o", "num_step=3"), ("-o", "seed=1")):
+        refused = command("train", tmp_path / "run", *wrong)
+        assert refused.exit_code == 1 and wrong[1].split("=")[0] in refused.output and "Traceback" not in refused.output
+    assert "no run in" in command("train", tmp_path / "nothing").output
+
+
+def test_train_draws_previews_of_the_classes(config, tmp_path, monkeypatch):
+    import torch
+
+    from dit_repro import latents
+    from dit_repro.latents import LatentStore
+    store = LatentStore.open(config.latents)
+    store.manifest["autoencoder"] = {"id": "fake"}
+    monkeypatch.setattr(LatentStore, "open", lambda path: store)
+    decoder = type("Decoder", (), {"decode": lambda self, x: (x[:, :3].clamp(0, 1) * 255).to(torch.uint8)})
+    monkeypatch.setattr(latents, "load_autoencoder", lambda name: decoder())
+    (tmp_path / "config.json").write_text(replace(config, num_steps=4, preview_every=4).to_json())
+    done = command("train", tmp_path / "run", "--config", tmp_path / "config.json")
+    assert done.exit_code == 0, done.output
+    from PIL import Image
+    images = {path.name: Image.open(path) for path in RunFolder(tmp_path / "run").previews.glob("*.png")}
+    assert set(images) == {"00000004-raw.png", "00000004-ema.png"}
+    assert all(image.size == (24, 8) for image in images.values())   # three classes of 8 x 8
+
+
+def test_runs_lists_and_verifies_and_exports(config, tmp_path):
+    Trainer(config, tmp_path / "runs/first").run()
+    listed = command("runs", "--folder", tmp_path / "runs").output
+    assert "first: finished at step 12 of 12; 2 checkpoints, " in listed and "alarms: none" in listed
+    assert command("runs", "verify", tmp_path / "runs/first").output.count("good") == 2
+    assert "ema-00000012.safetensors" in command("runs", "export-ema", tmp_path / "runs/first").output
+    path, _ = RunFolder(tmp_path / "runs/first").verify()[1]
+    path.write_bytes(path.read_bytes()[:-9])
+    bad = command("runs", "verify", tmp_path / "runs/first")
+    assert bad.exit_code == 1 and "1 of 3 checkpoints are damaged" in bad.output
+
+
+def test_launch_starts_a_process_that_a_scheduler_signal_ends_with_85(latents, tmp_path, monkeypatch):
+    started, popen = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **more: started.append(popen(*args, **more)) or started[0])
+    monkeypatch.setenv("DIT_REPRO_PROGRESS", str(tmp_path / "progress"))
+    config = tiny_config(latents, model="DiT-nano/4", num_steps=2000, log_every=1, checkpoint_every=1000,
+                         archive_every=0)
+    folder = RunFolder(tmp_path / "run")
+
+    def signal_once_it_trains():
+        while not (folder.path / "metrics.jsonl").exists():
+            time.sleep(0.02)
+        started[0].send_signal(signal.SIGUSR1)
+
+    signaler = threading.Thread(target=signal_once_it_trains)
+    signaler.start()
+    with pytest.raises(RuntimeError, match=r"interrupted at step \d+; run this again"):
+        launch(config, folder.path)
+    signaler.join()
+    assert started[0].returncode == RESUME_ME == 85
+    step = folder.status()["step"]
+    assert [event["event"] for event in folder.events()] == ["started", "saved", "interrupted"]
+    assert folder.checkpoints() == [step]
+    bars = (tmp_path / "progress").read_text()
+    assert "run:" in bars and "mse" not in bars   # only the notebook's bar: the process draws its own into its log
+    assert Trainer(replace(config, num_steps=step + 3), folder.path).run() == "finished"
+    assert folder.metrics()["step"].tolist() == list(range(1, step + 4))
+
+
+def test_launch_returns_a_finished_run_at_once_and_refuses_another_one(config, tmp_path, monkeypatch):
+    Trainer(config, tmp_path / "run").run()
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert launch(config, tmp_path / "run").status()["step"] == 12
+    with pytest.raises(ValueError, match="seed is 0, asked for 3"):
+        launch(replace(config, seed=3), tmp_path / "run")
+
+
+def test_launch_raises_with_the_end_of_the_log_when_its_process_fails(config, tmp_path, monkeypatch):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho $* >&2\necho no latents here >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(RuntimeError, match=r"(?s)new at step 0.*-m dit_repro train .*/run\nno latents here"):
+        launch(config, tmp_path / "run")
+    with pytest.raises(RuntimeError, match=r"torch\.distributed\.run --standalone --nproc-per-node=2 -m dit_"):
+        launch(config, tmp_path / "run", num_processes=2)
+
+
+def test_tensorboard_that_is_not_installed_is_named(config, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match=r"dit-repro\[tensorboard\]"):
+        Trainer(replace(config, tensorboard=True), tmp_path / "run").run()
