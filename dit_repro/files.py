@@ -50,7 +50,7 @@ def project_root() -> Path:
     for folder in (here, *here.parents, Path(__file__).parents[1]):
         if (folder / "_toc.yml").is_file() and (folder / "book").is_dir():
             return folder
-    raise FileNotFoundError(f"no _toc.yml with a book/ beside it in {here} or above: run this inside a clone of the book")
+    raise FileNotFoundError(f"no _toc.yml with a book/ beside it in {here} or above: run this in a clone of the book")
 
 
 def workspace() -> Path:

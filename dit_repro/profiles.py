@@ -29,8 +29,8 @@ class Data:
             return ImageSource.idx(folder, split)
         tree = folder / {"train": "train", "test": "val"}[split]
         if not tree.is_dir():
-            raise FileNotFoundError(f"data={self.path}: expected the four Fashion-MNIST IDX files, or folders train/ and "
-                                    f"val/ that hold a folder a class (ImageNet's layout); found no {tree}")
+            raise FileNotFoundError(f"data={self.path}: expected the four Fashion-MNIST IDX files, or train/ and val/ "
+                                    f"with a folder for each class (ImageNet's layout); found no {tree}")
         return ImageSource.folder(tree, self.resolution, on_damaged="skip")
 
     def autoencoder(self) -> Autoencoder:
@@ -54,7 +54,7 @@ class Latents:
 @dataclass(frozen=True)
 class Construction:
     """Chapter 2's table of harm: a short training for each mistake."""
-    num_steps: int = 120
+    num_steps: int = 80
     batch_size: int = 64
     seeds: int = 3                      # correct runs; their spread is the yardstick
     loss_images: int = 256              # held-out images behind a loss
@@ -63,8 +63,8 @@ class Construction:
 @dataclass(frozen=True)
 class Sampling:
     """How previews and scores are sampled."""
-    steps: str = "50"                   # respaced DDPM steps; the paper's tables use 250
-    guidance_scale: float = 1.5         # the replication post's preview scale
+    steps: str = "25"                   # respaced DDPM steps; the paper's tables use 250
+    guidance_scale: float = 4.0         # the replication post's previews of XL/2; its previews of B/2 used 1.5
     per_class: int = 25                 # images of each class behind a score
     classes: int = 10                   # classes sampled; the post previewed 8 of ImageNet's 1,000
     checkpoints: int = 5                # archived checkpoints that are sampled, first and last among them
@@ -94,9 +94,10 @@ class Profile:
         return workspace() / "runs" / f"{name}-{self.name}-{config.digest()[:8]}"
 
 
+# At a rate of 1e-3, a third of this one, 65% of guided samples land in their class in the end, not nine of ten.
 # The post's 50,000 steps at an EMA decay of 0.9999 are five times 1 / (1 - decay); so are 1,000 steps at 0.995.
 LAPTOP_RUN = TrainConfig(
-    latents="", model="DiT-nano/2", num_steps=1_000, global_batch_size=128, learning_rate=1e-3, ema_decay=0.995,
+    latents="", model="DiT-nano/2", num_steps=1_000, global_batch_size=128, learning_rate=3e-3, ema_decay=0.995,
     log_every=20, checkpoint_every=100, archive_every=100, keep_last=1)
 
 PROFILES = {
@@ -119,12 +120,12 @@ PROFILES = {
         TrainConfig(latents="", model="DiT-B/2", num_steps=50_000, precision="bf16", compile=True, archive_every=5_000,
                     export_ema_every=5_000),   # chapter 8 goes on to 400,000; the paper: FID-50K 43.47 there
         Latents(leak_batches=4), Construction(num_steps=2_000, batch_size=256),
-        Sampling(steps="250", per_class=10, batch_size=64, classes=8)),
+        Sampling(steps="250", guidance_scale=1.5, per_class=10, batch_size=64, classes=8)),
 }
 
 
 def get_profile(name: str, data: str = "", autoencoder: str = "") -> Profile:
-    """The profile `name`; `data` and `autoencoder`, where not empty, replace what it reads. ValueError lists the names."""
+    """The profile `name`; `data` and `autoencoder`, where given, replace what it reads. ValueError lists the names."""
     if name not in PROFILES:
         raise ValueError(f"unknown profile {name!r}; the profiles are {', '.join(PROFILES)}")
     profile = PROFILES[name]

@@ -25,15 +25,14 @@ def progress(iterable=None, *, total: int | None = None, initial: int = 0, desc:
 
     Under `dit-repro run` the kernel's lines go to the file $DIT_REPRO_PROGRESS, never into a notebook's outputs.
     """
-    settings = dict(iterable=iterable, total=total, initial=initial, desc=desc, unit=unit, dynamic_ncols=True)
+    settings = {"iterable": iterable, "total": total, "initial": initial, "desc": desc, "unit": unit}
     if log := os.environ.get("DIT_REPRO_PROGRESS"):
         def append(line):
             with open(log, "a", encoding="utf-8") as file:
                 file.write(line)
     elif sys.stderr.isatty() or "ipykernel" in sys.modules:
-        return tqdm(**settings)
+        return tqdm(**settings, dynamic_ncols=True)
     else:
         append = sys.stderr.write
     from tqdm.std import tqdm as text_bar
-    return text_bar(**{**settings, "dynamic_ncols": False}, ncols=80, ascii=True, mininterval=15, maxinterval=30,
-                    file=_Lines(append))
+    return text_bar(**settings, ncols=80, ascii=True, mininterval=15, maxinterval=30, file=_Lines(append))

@@ -1,4 +1,4 @@
-"""What reimplementations of DiT get wrong, each as a change to a model: to measure what a detail is worth (chapter 2)."""
+"""What reimplementations of DiT get wrong, each as a change to a model: what is a detail worth (chapter 2)?"""
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -71,7 +71,8 @@ def _norms(model: DiT):
 
 def _affine_norms(model: DiT) -> None:
     for norm in _norms(model):
-        norm.weight, norm.bias = nn.Parameter(torch.ones(norm.normalized_shape)), nn.Parameter(torch.zeros(norm.normalized_shape))
+        norm.weight = nn.Parameter(torch.ones(norm.normalized_shape))
+        norm.bias = nn.Parameter(torch.zeros(norm.normalized_shape))
 
 
 def _norm_epsilon(model: DiT) -> None:

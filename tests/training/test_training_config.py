@@ -1,3 +1,4 @@
+import json
 import re
 from dataclasses import replace
 
@@ -74,3 +75,14 @@ def test_only_what_makes_another_run_counts_as_a_difference():
     assert not config.differences(elsewhere) and config.digest() == elsewhere.digest()
     other = replace(config, seed=1, objective=Objective(vb_weight=0.0))
     assert set(config.differences(other)) == {"seed", "objective"} and config.digest() != other.digest()
+
+
+def test_each_part_of_a_recipe_is_in_the_config_and_can_be_switched_alone():
+    paper = TrainConfig(latents="store")
+    first = paper.with_recipe("post-first")
+    assert set(first.differences(paper)) == {"schedule", "objective", "init"}
+    assert first.with_recipe("paper") == paper
+    written = json.loads(first.override(["schedule=linear"]).to_json())
+    assert (written["schedule"], written["objective"]["learn_sigma"], written["init"]) == ("linear", False, "pytorch")
+    with pytest.raises(ValueError, match=r"post-second.*paper, post-first"):
+        paper.with_recipe("post-second")
