@@ -1,5 +1,9 @@
+from .collapse import CollapseDetector, wilson_interval
+from .exposure import Trace, trace
 from .guidance import Guidance
 from .sampler import State, sample, sample_states
+from .sweeps import Sweep, sweep
 from .thresholding import clamp_x0, dynamic_threshold
 
-__all__ = ["Guidance", "State", "clamp_x0", "dynamic_threshold", "sample", "sample_states"]
+__all__ = ["CollapseDetector", "Guidance", "State", "Sweep", "Trace", "clamp_x0", "dynamic_threshold", "sample",
+           "sample_states", "sweep", "trace", "wilson_interval"]
