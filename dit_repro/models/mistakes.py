@@ -114,6 +114,13 @@ def _separate_qkv(model: DiT) -> None:
         block.attn.qkv.weight.mul_(2**0.5)
 
 
+def _pytorch_init(model: DiT) -> None:
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    model.initialize("pytorch")
+
+
 def _without_zeros(model: DiT) -> None:
     """adaLN and the final layer initialized like every other linear layer."""
     for linear in (*(block.adaLN_modulation[1] for block in model.blocks), model.final_layer.adaLN_modulation[1],
@@ -138,7 +145,7 @@ MISTAKES = (
 )
 # Mistakes of initialization: they mean nothing to a trained model.
 INIT_MISTAKES = (
-    Mistake("init: PyTorch's defaults", lambda model: model.initialize("pytorch")),
+    Mistake("init: PyTorch's defaults", _pytorch_init),
     Mistake("init: q, k, v as separate matrices", _separate_qkv),
     Mistake("init: no zeros", _without_zeros),
 )
@@ -146,6 +153,8 @@ INIT_MISTAKES = (
 
 @torch.no_grad()
 def apply_mistake(model: DiT, mistake: Mistake) -> DiT:
-    """`model`, changed in place."""
-    mistake.apply(model)
+    """`model`, changed in place. Weights that a mistake draws anew are the same each time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        mistake.apply(model)
     return model

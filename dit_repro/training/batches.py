@@ -87,13 +87,18 @@ def batches_from(config, store, step: int, ranks, retry: int = 0):
         batch = draw_batch(config, store, step, ranks.rank, ranks.world_size, retry)
         return batch.map(Tensor.pin_memory) if on_gpu else batch
 
+    if not on_gpu:
+        # Drawing takes a hundredth of a step, and a second thread with OpenMP work of its own makes libgomp stop spinning
+        # at barriers, since threads then outnumber cores: steps took half as long again.
+        yield from map(draw, range(step, config.num_steps + 1))
+        return
     with ThreadPoolExecutor(1) as reader:
         pending = reader.submit(draw, step)
         for following in range(step + 1, config.num_steps + 2):
             batch = pending.result()
             if following <= config.num_steps:
                 pending = reader.submit(draw, following)
-            yield batch.map(lambda tensor: tensor.to(ranks.device, non_blocking=True)) if on_gpu else batch
+            yield batch.map(lambda tensor: tensor.to(ranks.device, non_blocking=True))
 
 
 def open_latents(config, world_size: int) -> LatentStore:
