@@ -144,7 +144,7 @@ run.record("parameter_tensors", len(moved))
 run.record("loss_at_start", losses.mse.mean())
 
 # %% tags=["hide-input"]
-run.say("""With all outputs zero the loss is that of the zero predictor, {loss_at_start:.3f}: one, up to the {loss_at_start:.3f} that this noise happens to have. Only {parameters_with_gradient_at_start} of {parameter_tensors} parameter tensors receive any gradient in the first step, those of the last linear layer. The rest wakes up one step later, from the end of the network to its start.""")
+run.say("""With all outputs zero the loss is the mean square of the noise itself: one in expectation, {loss_at_start:.3f} for this draw. Only {parameters_with_gradient_at_start} of {parameter_tensors} parameter tensors receive any gradient in the first step, those of the last linear layer. The rest wakes up one step later, from the end of the network to its start.""")
 
 # %% [markdown]
 # ## How large it is
@@ -218,7 +218,7 @@ labels = torch.from_numpy(test_store.labels[some])
 
 
 def held_out_loss(model) -> float:
-    timesteps = range(10, 1000, 55)
+    timesteps = range(10, 1000, 110)
     return loss_by_timestep(model, x0, labels, NoiseSchedule.linear(1000), timesteps, seed=1).mean().item()
 
 # %%
@@ -246,8 +246,8 @@ for axes, column in zip(panels, ("loaded", "trained")):
     known = damage[column].dropna()
     axes.barh(known.index, known, color=np.where(known.abs() > spread, "C1", "C0"))
     axes.axvspan(-spread, spread, color="#6b6b73", alpha=0.25, linewidth=0)
-    axes.set(xlabel="added held-out loss", title=column, xscale="symlog")
-    axes.set_xscale("symlog", linthresh=2 * spread)
+    axes.set(xlabel="added held-out loss", title=column)
+    axes.set_xscale("symlog", base=100, linthresh=2 * spread)  # linear within twice the spread
     axes.grid(axis="y", visible=False)
 panels[0].set_yticks(range(len(damage)), damage.index)
 panels[0].invert_yaxis()
@@ -260,11 +260,16 @@ run.record("loaded_harmful", int((damage.loaded > spread).sum()))
 run.record("trained_harmful", int((damage.trained > spread).sum()))
 run.record("seed_spread", spread)
 run.record("init_pytorch_minus_paper_loss", damage.trained["init: PyTorch's defaults"])
+run.record("raw_timestep_added_loss_in_spreads", damage.trained["timestep: t as a number"] / spread)
+run.record("scaled_timestep_added_loss_in_spreads", damage.trained["timestep: t / 1000 as a number"] / spread)
+run.record("diffusers_exponent_added_loss", damage.loaded["timestep: exponent i / (half - 1)"])
 run.record("worst_loaded", damage.loaded.idxmax())
 run.record("worst_trained", damage.trained.idxmax())
 
 # %% tags=["hide-input"]
 run.say("""Correct runs end at {correct_loss:.4f}, and their seeds spread over {seed_spread:.4f}. Of {mistakes_planted} mistakes {loaded_harmful} add more than that to a model that is *loaded*; worst is "{worst_loaded}". *Trained* with, {trained_harmful} do; worst is "{worst_trained}". PyTorch's default initialization, which the post began with, changes the loss by {init_pytorch_minus_paper_loss:+.4f}.
+
+Of the lesson's two warnings about the raw timestep one holds: as a plain number it adds {raw_timestep_added_loss_in_spreads:.0f} times the spread. Divided by 1,000 it adds {scaled_timestep_added_loss_in_spreads:.1f} times the spread, although neighbors are then a thousandth apart: a network does not need to tell 500 from 501. The exponent with half − 1 is what the diffusers library computes for released DiT weights; read that way this model loses {diffusers_exponent_added_loss:+.4f}.
 
 So a detail can be fatal for reading other people's weights and worth nothing in training one's own. A gap that remains after training with one's own code, like the post's, is not explained by the order of sines and cosines.""")
 
