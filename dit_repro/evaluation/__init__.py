@@ -1,14 +1,21 @@
 """Chapter 7: features, their statistics, and scores that say what they were measured under."""
-from dit_repro.evaluation.bias import bootstrap_interval, distance_by_count, extrapolate
+from dit_repro.evaluation.bias import bootstrap_interval, distance_by_count, extrapolate, influence, standard_error
 from dit_repro.evaluation.classifier import SmallClassifier, accuracy, load_classifier
-from dit_repro.evaluation.features import FeatureExtractor, Features, InceptionFeatures
+from dit_repro.evaluation.doctor import Finding, check_anchors, diagnose
+from dit_repro.evaluation.extract import FeatureSet, extract
+from dit_repro.evaluation.features import DinoFeatures, FeatureExtractor, Features, InceptionFeatures
 from dit_repro.evaluation.fidelity import inception_score, kernel_distance, precision_recall
 from dit_repro.evaluation.frechet import frechet_distance
+from dit_repro.evaluation.image_sets import write_npz
+from dit_repro.evaluation.per_class import class_frechet, pixel_std, rank_classes, replay_labels, second_mode
 from dit_repro.evaluation.protocol import Protocol
+from dit_repro.evaluation.scores import Scores, evaluate
 from dit_repro.evaluation.statistics import FeatureStatistics
 
 __all__ = [
-    "FeatureExtractor", "FeatureStatistics", "Features", "InceptionFeatures", "Protocol", "SmallClassifier", "accuracy",
-    "bootstrap_interval", "distance_by_count", "extrapolate", "frechet_distance", "inception_score", "kernel_distance",
-    "load_classifier", "precision_recall",
+    "DinoFeatures", "FeatureExtractor", "FeatureSet", "FeatureStatistics", "Features", "Finding", "InceptionFeatures",
+    "Protocol", "Scores", "SmallClassifier", "accuracy", "bootstrap_interval", "check_anchors", "class_frechet",
+    "diagnose", "distance_by_count", "evaluate", "extract", "extrapolate", "frechet_distance", "inception_score",
+    "influence", "kernel_distance", "load_classifier", "pixel_std", "precision_recall", "rank_classes", "replay_labels",
+    "second_mode", "standard_error", "write_npz",
 ]

@@ -29,6 +29,7 @@ class SmallClassifier(FeatureExtractor):
     """0.2 M parameters, images of 32x32. Heads: pool (N, 96), spatial (N, 8*8*4), logits (N, K) without a bias."""
     id = "small classifier"
     resize = "none"
+    spatial_channels = 4
 
     def __init__(self, class_names: tuple[str, ...]):
         super().__init__()

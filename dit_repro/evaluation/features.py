@@ -43,6 +43,8 @@ class FeatureExtractor(nn.Module):
     sha256: str    # of the weights
     resize: str    # what happens to an image before the first layer
     batch_size = 256
+    spatial_channels = 1        # c of the spatial head, what runs fastest in it
+    packages = ("torch",)       # whose versions can move a score
 
     def heads(self, images: Tensor) -> Features:
         """Features of one batch: images (N, 3, H, W), uint8 or float in 0..255, on the device of the weights."""
@@ -70,7 +72,8 @@ class InceptionFeatures(FeatureExtractor):
     """
     id = "Inception"
     resize = "TensorFlow 1 bilinear to 299"
-    batch_size = 64
+    batch_size, spatial_channels = 64, 7
+    packages = ("torch", "torch-fidelity")
 
     def __init__(self, weights_path: str | Path | None = None, sha256: str = INCEPTION_SHA256):
         super().__init__()
@@ -95,3 +98,35 @@ class InceptionFeatures(FeatureExtractor):
     def heads(self, images: Tensor) -> Features:
         pool, logits = self.network(images)
         return Features(pool, self._spatial, logits)
+
+
+class DinoFeatures(FeatureExtractor):
+    """A DINOv2 vision transformer, as timm names and stores it: features that never saw an ImageNet label.
+
+    Heads: pool (N, D), the class token; spatial (N, 16*16*7), seven channels of the patch tokens; logits (N, 0): it has
+    no classes, so no Inception Score. Raises FileNotFoundError, and ValueError on another file than .safetensors.
+    """
+    resize = "bicubic with antialias to 224"
+    batch_size, spatial_channels = 32, 7
+    packages = ("torch", "timm")
+
+    def __init__(self, weights_path: str | Path, name: str = "vit_large_patch14_dinov2.lvd142m"):
+        super().__init__()
+        path = Path(weights_path)
+        if not path.is_file():
+            raise FileNotFoundError(f"no DINOv2 weights at {path}: fetch model.safetensors of timm/{name} from the "
+                                    "Hugging Face hub, and pass its path")
+        if path.suffix != ".safetensors":
+            raise ValueError(f"{path}: expected a .safetensors file, the format that cannot run code")
+        import timm
+        self.id, self.sha256 = f"DINOv2 {name}", sha256_of(path)
+        self.network = timm.create_model(name, pretrained=True, img_size=224, num_classes=0,
+                                         pretrained_cfg_overlay={"file": str(path)})
+        for key, values in (("mean", self.network.pretrained_cfg["mean"]), ("std", self.network.pretrained_cfg["std"])):
+            self.register_buffer(key, torch.tensor(values).view(1, 3, 1, 1) * 255)
+
+    def heads(self, images: Tensor) -> Features:
+        x = nn.functional.interpolate(images.float(), (224, 224), mode="bicubic", antialias=True).clamp(0, 255)
+        tokens = self.network.forward_features((x - self.mean) / self.std)         # (N, prefix + 256, D)
+        patches = tokens[:, self.network.num_prefix_tokens:, :self.spatial_channels]
+        return Features(tokens[:, 0], patches.flatten(1), tokens.new_empty(len(x), 0))

@@ -29,11 +29,13 @@ def inception_score(logits, mode: str = "adm", chunk: int = 5_000, seed: int = 0
 
     Mode "adm" cuts chunks in file order, so a file sorted by class scores far too low; "strict" shuffles by `seed`.
     """
-    log_p = check_features(logits, "logits").double().log_softmax(1)  # (N, K); log of a softmax is -inf on sure images
+    logits = check_features(logits, "logits")
+    order = torch.arange(len(logits))
     if _is_strict(mode):
-        log_p = log_p[torch.randperm(len(log_p), generator=torch.Generator().manual_seed(seed))]
+        order = torch.randperm(len(logits), generator=torch.Generator().manual_seed(seed))
     scores = []
-    for part in log_p.split(chunk):
+    for rows in order.split(chunk):
+        part = logits[rows].double().log_softmax(1)         # (n, K); the log of a softmax is -inf on sure images
         marginal = part.logsumexp(0) - math.log(len(part))  # (K,) log p(y)
         scores.append((part.exp() * (part - marginal)).sum(1).mean().exp())
     return torch.stack(scores).mean().item()
@@ -88,7 +90,7 @@ def kernel_distance(generated, reference, subsets: int = 100, subset_size: int =
 
     Needs no large N: its expectation does not depend on the number of images. Binkowski et al. 2018, section 4.
     """
-    x, y = (features.double() for features in _pair(generated, reference))
+    x, y = _pair(generated, reference)
     if min(len(x), len(y)) < subset_size or subset_size < 2:
         raise ValueError(f"subset_size {subset_size}: expected 2 to {min(len(x), len(y))}, the smaller set")
     generator = torch.Generator().manual_seed(seed)
@@ -98,7 +100,7 @@ def kernel_distance(generated, reference, subsets: int = 100, subset_size: int =
 
     values = []
     for _ in range(subsets):
-        u, v = (z[torch.randperm(len(z), generator=generator)[:subset_size]] for z in (x, y))
+        u, v = (z[torch.randperm(len(z), generator=generator)[:subset_size]].double() for z in (x, y))
         own = sum(k.sum() - k.trace() for k in (kernel(u, u), kernel(v, v)))
         values.append(own / (subset_size * (subset_size - 1)) - 2 * kernel(u, v).mean())
     values = torch.stack(values)

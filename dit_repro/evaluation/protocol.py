@@ -19,6 +19,7 @@ class Protocol:
     resize: str                  # inside the extractor
     dtype: str                   # of the network that makes features
     versions: str
+    mode: str = "adm"            # "adm", "strict": how Inception Score, precision and recall are computed
     rounding: str = "round"      # float to uint8: "round", "truncate"
     label_policy: str = ""       # "50 a class", "uniform"
     seeds: str = ""              # "0 to 9999"
@@ -30,9 +31,8 @@ class Protocol:
     @classmethod
     def of(cls, extractor: FeatureExtractor, **fields) -> "Protocol":
         """The protocol of scores in this extractor's features; the other fields by name."""
-        packages = ("torch", "torch-fidelity") if extractor.id == "Inception" else ("torch",)
         return cls(features=extractor.id, features_sha256=extractor.sha256, resize=extractor.resize, dtype="float32",
-                   versions=", ".join(f"{package} {version(package)}" for package in packages), **fields)
+                   versions=", ".join(f"{package} {version(package)}" for package in extractor.packages), **fields)
 
     @property
     def fingerprint(self) -> str:

@@ -14,7 +14,8 @@ def check_features(features, name: str = "features") -> Tensor:
     features = torch.as_tensor(features).detach().cpu()
     if features.ndim != 2 or features.shape[1] == 0:
         raise ValueError(f"{name}: expected shape (N, D), found {tuple(features.shape)}")
-    bad = (~torch.isfinite(features)).any(1).nonzero().flatten().tolist()
+    finite = torch.cat([torch.isfinite(rows).all(1) for rows in features.split(4096)])  # no mask of all N x D at once
+    bad = (~finite).nonzero().flatten().tolist()
     if bad:
         rows = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
         raise ValueError(f"{name}: NaN or infinity in {len(bad)} of {len(features)} rows ({rows}). "
@@ -104,15 +105,18 @@ class FeatureStatistics:
                      metadata=np.array(json.dumps(self.metadata)))
 
     @classmethod
-    def load(cls, path: str | Path, count: int | None = None) -> "FeatureStatistics":
-        """Read what `save` wrote, or another tool's `mu` and `sigma`; those do not say N, so pass `count` for them."""
+    def load(cls, path: str | Path, count: int | None = None, suffix: str = "") -> "FeatureStatistics":
+        """Read what `save` wrote, or another tool's `mu` and `sigma`; those do not say N, so pass `count` for them.
+
+        `suffix` "_s" takes `mu_s` and `sigma_s`, the spatial statistics in a reference of the ADM evaluator.
+        """
         with np.load(path, allow_pickle=False) as file:
-            missing = {"mu", "sigma"} - set(file.files)
+            missing = {f"mu{suffix}", f"sigma{suffix}"} - set(file.files)
             if missing:
                 raise ValueError(f"{path}: no {', '.join(sorted(missing))}; it holds {', '.join(file.files)}")
             if "count" not in file.files and count is None:
                 raise ValueError(f"{path}: does not say how many images it was made from; pass count=")
-            mu, sigma = torch.from_numpy(file["mu"]).double(), torch.from_numpy(file["sigma"]).double()
+            mu, sigma = (torch.from_numpy(file[name + suffix]).double() for name in ("mu", "sigma"))
             if mu.ndim != 1 or sigma.shape != (len(mu), len(mu)):
                 raise ValueError(f"{path}: mu {tuple(mu.shape)} and sigma {tuple(sigma.shape)} do not fit together")
             check_features(torch.cat([mu[None], sigma]), f"{path}, mu above sigma")

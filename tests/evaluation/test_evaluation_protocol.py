@@ -12,10 +12,13 @@ from dit_repro.evaluation import (
     distance_by_count,
     extrapolate,
     frechet_distance,
+    influence,
+    standard_error,
 )
 
-INCEPTION = SimpleNamespace(id="Inception", sha256="6726825d", resize="TensorFlow 1 bilinear to 299")
-SMALL = SimpleNamespace(id="small classifier", sha256="ab12", resize="none")
+INCEPTION = SimpleNamespace(id="Inception", sha256="6726825d", resize="TensorFlow 1 bilinear to 299",
+                            packages=("torch", "torch-fidelity"))
+SMALL = SimpleNamespace(id="small classifier", sha256="ab12", resize="none", packages=("torch",))
 FIELDS = {"num_generated": 10_000, "num_reference": 50_000, "reference_sha256": "99ff"}
 
 
@@ -76,6 +79,33 @@ def test_bootstrap_interval_covers_the_mean_over_fresh_samples():
     covered = np.mean([low <= truth <= high for low, high in intervals])
     assert 0.85 <= covered < 1
     assert bootstrap_interval(samples[0], reference, replicates=50) == intervals[0]
+
+
+def test_standard_error_is_the_spread_over_fresh_samples():
+    reference = statistics(gaussian(20_000, 8, 0))
+    samples = [1.3 * gaussian(300, 8, seed) + 0.2 for seed in range(1, 121)]
+    spread = np.std([frechet_distance(statistics(x), reference) for x in samples])
+    assert np.mean([standard_error(x, reference) for x in samples[:20]]) == pytest.approx(spread, rel=0.2)
+    low, high = bootstrap_interval(samples[0], reference, replicates=100)
+    assert standard_error(samples[0], reference) == pytest.approx((high - low) / 3.92, rel=0.3)
+
+
+@pytest.mark.parametrize("n", [40, 400])
+def test_influence_is_what_leaving_an_image_out_changes(n):
+    x, reference = 1.3 * gaussian(n, 6, 1) + 0.3, statistics(gaussian(500, 6, 0))
+    whole = frechet_distance(statistics(x), reference)
+    left_out = [(n - 1) * (whole - frechet_distance(statistics(torch.cat([x[:i], x[i + 1:]])), reference))
+                for i in range(20)]
+    found = influence(x, reference)[:20]
+    assert np.corrcoef(found, left_out)[0, 1] > 0.99
+    assert found.std().item() == pytest.approx(np.std(left_out, ddof=1), rel=10 / n)
+
+
+def test_standard_error_stands_fewer_samples_than_dimensions_and_a_point():
+    reference = statistics(gaussian(500, 30, 0))
+    assert 0 < standard_error(gaussian(20, 30, 1), reference) < frechet_distance(
+        statistics(gaussian(20, 30, 1)), reference)
+    assert standard_error(torch.ones(20, 30), reference) == 0
 
 
 def test_distance_falls_with_the_count_and_extrapolates_to_the_truth():

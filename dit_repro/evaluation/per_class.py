@@ -1,0 +1,131 @@
+"""One class at a time: whose samples are degenerate, is there a second kind of sample, which class is far away."""
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from scipy.optimize import isotonic_regression
+from torch import Tensor
+
+from dit_repro.evaluation.frechet import frechet_distance
+from dit_repro.evaluation.statistics import FeatureStatistics, check_features
+
+
+def replay_labels(seed: int, count: int, num_classes: int, batch_size: int | None = None,
+                  noise_shape: Sequence[int] | None = None, device: str = "cpu") -> Tensor:
+    """Labels (N,) int64 that a seeded script drew for samples whose labels were not kept.
+
+    All at once, or `batch_size` at a time. `noise_shape` (C, H, W) is for scripts that draw the starting noise of a
+    batch from the same generator just before its labels, as DiT's sample_ddp.py does. A GPU's generator gives other
+    numbers than the CPU's, so pass the `device` that sampled. Check the result: a classifier must agree with it.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    labels = []
+    for _ in range(0, count, batch_size or count):
+        n = batch_size or count  # the last batch is drawn whole too, and cut
+        if noise_shape is not None:
+            torch.randn(n, *noise_shape, generator=generator, device=device)
+        labels.append(torch.randint(0, num_classes, (n,), generator=generator, device=device))
+    return torch.cat(labels)[:count].cpu()
+
+
+def pixel_std(images: Tensor) -> Tensor:
+    """Standard deviation of all values of each image uint8 (N, 3, H, W): (N,) float64, in units of the full range.
+
+    An image of one color has 0. A cheap sign of collapse, no measure of quality.
+    """
+    if images.dtype != torch.uint8 or images.ndim != 4:
+        raise ValueError(f"expected uint8 images of shape (N, 3, H, W), found {images.dtype} {tuple(images.shape)}")
+    return torch.cat([batch.flatten(1).double().std(1, correction=0) / 255 for batch in images.split(256)])
+
+
+def rank_classes(values, labels, class_names: Sequence[str] | None = None) -> pd.DataFrame:
+    """Mean, lowest and count of values (N,) for each class of labels (N,), the lowest mean first."""
+    values, labels = np.asarray(values, np.float64), np.asarray(labels)
+    if values.shape != labels.shape or values.ndim != 1:
+        raise ValueError(f"{values.shape} values for {labels.shape} labels, expected (N,) of each")
+    table = pd.DataFrame({"class": labels, "value": values}).groupby("class")["value"].agg(
+        mean="mean", lowest="min", count="count").sort_values("mean")
+    return table.rename(index=dict(enumerate(class_names or [])))
+
+
+class SecondMode(NamedTuple):
+    """Whether values have more than one mode."""
+    dip: float      # distance to the nearest distribution of one mode, 0 to 0.25
+    p_value: float  # of as large a dip with one mode
+    split: float    # where values depart most from one mode: the edge between the second mode and the first
+    below: float    # share of values up to there
+
+
+def second_mode(values, draws: int = 200, seed: int = 0) -> SecondMode:
+    """The dip test of one mode against more, for values (N,). Hartigan and Hartigan 1985, Annals of Statistics 13.
+
+    Nothing is assumed about the shape of a mode: uniform values, the hardest case, give the p-value, so outliers and
+    skew are no second mode. It sees a group apart of a share w of the values where w is above 1 / sqrt(N).
+    """
+    values = np.asarray(values, np.float64)
+    if values.ndim != 1 or len(values) < 10 or not np.isfinite(values).all() or values.std() == 0:
+        raise ValueError(f"a test for modes needs at least 10 finite values (N,) that are not all equal, found "
+                         f"{values.shape}")
+    generator = np.random.default_rng(seed)
+    x = np.sort(values + 1e-6 * values.std() * generator.random(len(values)))  # equal values become a narrow mode
+    dip, i = _dip(x)
+    chance = [_dip(np.sort(generator.random(len(x))))[0] for _ in range(draws)]
+    return SecondMode(dip, (1 + sum(other >= dip for other in chance)) / (1 + draws), float(x[i]), (i + 1) / len(x))
+
+
+def _dip(x: np.ndarray) -> tuple[float, int]:
+    """The dip of sorted, distinct x (N,), and the index where it is reached."""
+    n, low, high, most, where = len(x), 0, len(x) - 1, 0.0, 0
+    y = np.arange(n) / n
+    while True:
+        part = slice(low, high + 1)
+        under, over = _hull(x[part], y[part], True), _hull(x[part], y[part], False)
+        i = (over - under).argmax()
+        if (over - under)[i] <= most:
+            break
+        left = np.flatnonzero(y[part][:i + 1] - under[:i + 1] < 1e-12)[-1]      # the modal interval: from the last
+        right = i + np.flatnonzero(over[i:] - y[part][i:] < 1e-12)[0]           # touch on the left to the first right
+        for away in (np.r_[(y[part] - under)[:left + 1], np.zeros(high - low - left)],
+                     np.r_[np.zeros(right), (over - y[part])[right:]]):
+            if away.max() > most:
+                most, where = away.max(), low + away.argmax()
+        if (left, right) == (0, high - low):
+            break
+        low, high = low + left, low + right
+    return float(most + 1 / n) / 2, int(where)
+
+
+def _hull(x: np.ndarray, y: np.ndarray, convex: bool) -> np.ndarray:
+    """Values at x of the largest convex function under the points (x, y), or the smallest concave one above them."""
+    if len(x) < 2:
+        return y
+    width = np.diff(x)
+    slopes = isotonic_regression(np.diff(y) / width, weights=width, increasing=convex).x
+    return y[0] + np.r_[0.0, np.cumsum(slopes * width)]
+
+
+def class_frechet(features, labels, reference, reference_labels, class_names: Sequence[str] | None = None,
+                  seed: int = 0) -> pd.DataFrame:
+    """Frechet distance of each class and its noise floor: features (N, D), labels (N,), the same of a reference (M, D).
+
+    A few hundred images a class lift a distance far above zero, and more for some classes than for others. So real
+    images of the class are halved at random: `floor` is the distance between the halves, `distance` that of as many
+    generated images to the second half. Only `excess`, their difference, compares between classes.
+    """
+    x, y = check_features(features, "features"), check_features(reference, "reference features")
+    labels, reference_labels = torch.as_tensor(labels), torch.as_tensor(reference_labels)
+    generator, rows = torch.Generator().manual_seed(seed), []
+    for label in labels.unique().tolist():
+        generated, real = (z[own == label] for z, own in ((x, labels), (y, reference_labels)))
+        n = min(len(generated), len(real) // 2)
+        if n < 2:
+            raise ValueError(f"class {label}: {len(generated)} generated and {len(real)} reference images; a distance "
+                             "and its floor need at least 2 and 4")
+        real = real[torch.randperm(len(real), generator=generator)]
+        a, b, c = (FeatureStatistics(x.shape[1]).update(z) for z in (generated[:n], real[:n], real[n:]))
+        rows.append({"class": class_names[label] if class_names else label, "images": n,
+                     "distance": frechet_distance(a, c), "floor": frechet_distance(b, c)})
+    table = pd.DataFrame(rows).set_index("class")
+    return table.assign(excess=table.distance - table.floor).sort_values("excess", ascending=False)
