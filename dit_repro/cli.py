@@ -254,7 +254,7 @@ def doctor(images, features, weights, adm_samples, adm_reference, anchor, cache)
             from dit_repro.latents import ImageSource
             labels = (images := ImageSource.embedded("test")).labels
         opened = open_images(images)
-        some = torch.linspace(0, opened.count - 1, min(opened.count, 4_000)).round().long().tolist()
+        some = torch.linspace(0, opened.count - 1, min(opened.count, 5_000)).round().long().tolist()
         findings = diagnose(_extractor(features, weights, device), torch.cat([opened.read(i, i + 1) for i in some]),
                             None if labels is None else labels[some])
         for f in findings:
@@ -421,6 +421,93 @@ def convert(source, destination, to, weights, autoencoder, class_names, schedule
         names = Path(class_names).read_text(encoding="utf-8").splitlines() if class_names else None
         to_diffusers(model, destination, autoencoder, names, schedule)
     click.echo(f"wrote {destination}" + "; read its README.md before sampling" * (to == "diffusers"))
+
+
+@main.command()
+@click.option("--profile", default="paper", help="smoke, laptop, gpu or paper")
+@click.option("-o", "overrides", multiple=True, metavar="KEY=VALUE",
+              help="Change one training setting, such as model=DiT-XL/2; may be repeated.")
+@click.option("--gpu", default="h100", help="a100, h100, h200, l40s or rtx4090")
+@click.option("--gpus", default=1, type=click.IntRange(1), help="How many of them.")
+@click.option("--images", type=click.IntRange(1), help="[default: the embedded 16,000, or ImageNet's 1,281,167]")
+@click.option("--utilization", type=float, help="Share of the stated peak that is reached.  [default: 0.35]")
+def plan(profile, overrides, gpu, gpus, images, utilization):
+    """What a profile's training will cost: memory, disk and hours, without a GPU."""
+    from dataclasses import replace
+
+    from dit_repro.profiles import get_profile
+    from dit_repro.speed.plan import plan_run
+
+    profile = get_profile(profile)
+    config, given = profile.train, {"images": images, "utilization": utilization}
+    if profile.data.path == "embedded":
+        config, given["images"] = replace(config, input_size=8, num_classes=10), images or 16_000
+    for line in plan_run(config.override(overrides), gpu=gpu, gpus=gpus,
+                         **{name: value for name, value in given.items() if value is not None}).lines():
+        click.echo(line)
+
+
+@main.group()
+def bench():
+    """Measure speed, against peers and against the device's limit."""
+
+
+@bench.command()
+@click.option("--model", default="DiT-B/2", help="A name in the paper's table, or DiT-nano/2.")
+@click.option("--batch", default=256, type=click.IntRange(1), help="Images a step.")
+@click.option("--input-size", default=32, type=click.IntRange(2), help="Of the latents; 32 is 256 tokens at patch 2.")
+@click.option("--device", metavar="DEVICE", help="[default: cuda if there is one, else cpu]")
+@click.option("--compile/--no-compile", default=None, help="[default: on a GPU]")
+@click.option("--repeats", default=5, type=click.IntRange(5), help="Rounds over all rungs.")
+@click.option("--out", metavar="FILE.json", help="Write every number there, and a chart beside it.")
+def ladder(model, batch, input_size, device, compile, repeats, out):
+    """One training step, faster one change at a time, each change also alone; float32 at the bottom."""
+    from pathlib import Path
+
+    import torch
+
+    from dit_repro.files import write_json
+    from dit_repro.speed.ladder import run_ladder
+    from dit_repro.speed.report import ladder_figure, ladder_table
+
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    result = run_ladder(model, batch, device, input_size=input_size, compile=compile, repeats=repeats)
+    click.echo("\n".join(ladder_table(result)))
+    if out:
+        write_json(out, result)
+        ladder_figure(result).savefig(Path(out).with_suffix(".svg"))
+
+
+@bench.command("gpu-check")
+@click.argument("out", metavar="OUT.json")
+def gpu_check(out):
+    """The ladder for S/2 and B/2, and XL/2's memory, on one GPU in six minutes."""
+    from dit_repro.speed.gpu_check import gpu_check
+
+    for reading in gpu_check(out):
+        click.echo(reading)
+
+
+def _add_benchmark(name, help):
+    @bench.command(name, help=help)
+    def run_benchmarks():
+        from dit_repro.speed.benchmarks import BENCHMARKS
+
+        for benchmark in BENCHMARKS.values() if name == "all" else [BENCHMARKS[name]]:
+            for reading in benchmark():
+                click.echo(reading)
+
+
+for _name, _help in {
+    "all": "Every benchmark below.",
+    "step": "A training step against diffusers' model of the same size.",
+    "sampling": "50 guided steps against DiTPipeline.",
+    "store": "Reading latents against one file an image, and at ImageNet's size.",
+    "encode": "The autoencoder over the embedded images.",
+    "frechet": "The Frechet distance against scipy's matrix square root.",
+    "startup": "How long the command line takes to answer.",
+}.items():
+    _add_benchmark(_name, _help)
 
 
 @main.command("new-chapter")

@@ -1,0 +1,202 @@
+"""Benchmarks against peers from PyPI, in one process and in turn, so that the machine's load falls on both alike.
+
+Ratios are of CPU time, which a shared machine disturbs less than wall time. These are no tests: `dit-repro bench all`
+prints each reading with its target.
+"""
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dit_repro.diffusion import NoiseSchedule, Objective, training_losses
+from dit_repro.evaluation import FeatureStatistics, frechet_distance
+from dit_repro.files import write_json
+from dit_repro.latents import ImageSource, LatentStore, load_autoencoder
+from dit_repro.latents.store import FORMAT, FORMAT_VERSION
+from dit_repro.models import DIT_CONFIGS, create_model, to_diffusers
+from dit_repro.sampling import Guidance, sample
+from dit_repro.speed.report import Reading
+from dit_repro.training.ema import EMA
+
+
+def in_turn(functions: dict[str, Callable], repeats: int) -> dict[str, float]:
+    """Median CPU seconds of each function, called in turn `repeats` times after one call to warm up."""
+    times = {name: [] for name in functions}
+    for repeat in range(repeats + 1):
+        for name, function in functions.items():
+            start = time.process_time()
+            function()
+            if repeat:
+                times[name].append(time.process_time() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def training_step(model_name: str, batch_size: int, input_size: int) -> dict[str, Callable]:
+    """One step of ours and of the same-size diffusers model: the same loss, each library's optimizer and EMA habits."""
+    from diffusers import DiTTransformer2DModel
+    from diffusers.training_utils import EMAModel
+
+    config = DIT_CONFIGS[model_name]
+    model = create_model(model_name, input_size=input_size, num_classes=10)
+    peer = DiTTransformer2DModel(
+        num_attention_heads=config.heads, attention_head_dim=config.width // config.heads, num_layers=config.depth,
+        in_channels=4, out_channels=8, sample_size=input_size, patch_size=config.patch_size, num_embeds_ada_norm=10)
+    peer.train()
+    draw = torch.Generator().manual_seed(0)
+    x0, noise = torch.randn((2, batch_size, 4, input_size, input_size), generator=draw)
+    t, y = torch.randint(1000, (batch_size,), generator=draw), torch.randint(10, (batch_size,), generator=draw)
+    schedule = NoiseSchedule.linear()
+
+    def step_of(predict, optimizer, average):
+        def step():
+            training_losses(predict, x0, t, y, schedule, Objective(), noise=noise).total.mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average()
+        return step
+
+    ema, peer_ema = EMA(model, 0.9999), EMAModel(peer.parameters(), decay=0.9999)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return {"ours": step_of(model, torch.optim.AdamW(trained, 1e-4, fused=True), lambda: ema.update(model, 1)),
+            "peer": step_of(lambda x, t, y: peer(x, t, y).sample, torch.optim.AdamW(peer.parameters(), 1e-4),
+                            lambda: peer_ema.step(peer.parameters()))}
+
+
+def bench_step() -> Iterator[Reading]:
+    """Training steps against diffusers' DiTTransformer2DModel."""
+    for name, batch_size, input_size, target in (("DiT-nano/2", 128, 8, 1.3), ("DiT-S/2", 2, 32, 1.0)):
+        times = in_turn(training_step(name, batch_size, input_size), repeats=5)
+        yield Reading(f"training step of {name}, diffusers against ours", times["peer"] / times["ours"], "x",
+                      at_least=target, note=f"{times['ours']:.3f} s of CPU for {batch_size} images")
+
+
+def bench_sampling() -> Iterator[Reading]:
+    """50 guided steps against DiTPipeline with the same weights, decoding included."""
+    from diffusers import DiTPipeline
+
+    model, autoencoder = create_model("DiT-nano/2", input_size=8, num_classes=10).eval(), load_autoencoder("embedded")
+    labels, schedule = list(range(10)), NoiseSchedule.linear()
+    with tempfile.TemporaryDirectory() as folder:
+        to_diffusers(model, Path(folder) / "pipeline", autoencoder.model)
+        pipeline = DiTPipeline.from_pretrained(Path(folder) / "pipeline")
+    pipeline.set_progress_bar_config(disable=True)
+    times = in_turn({
+        "ours": lambda: autoencoder.decode(sample(model, labels, schedule, "50", method="ddim", seeds=labels,
+                                                  guidance=Guidance(4.0, channels=None))),
+        "peer": lambda: pipeline(labels, guidance_scale=4.0, num_inference_steps=50, output_type="np")}, repeats=3)
+    yield Reading("50 guided steps of DiT-nano/2, DiTPipeline against ours", times["peer"] / times["ours"], "x",
+                  at_least=1.3, note=f"{times['ours']:.2f} s of CPU for 10 images")
+
+
+def write_random_store(folder: Path, rows: int, sparse: bool = False, shard_size: int = 8192) -> LatentStore:
+    """A store of random moments, each the size of an embedded image's; sparse files take no space and read as zero."""
+    folder.mkdir(parents=True)
+    shards = []
+    for start in range(0, rows, shard_size):
+        count = min(shard_size, rows - start)
+        file = f"shard-{len(shards):05d}.npy"
+        moments = np.lib.format.open_memmap(folder / file, "w+", "float16", (count, 2, 8, 8, 8))
+        if not sparse:
+            moments[:] = np.random.default_rng(start).standard_normal(moments.shape, dtype=np.float32)
+        shards.append({"file": file, "rows": count})
+    np.save(folder / "labels.npy", np.arange(rows) % 10)
+    manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "complete": True, "count": rows, "shards": shards,
+                "class_names": [str(i) for i in range(10)], "latent_shape": [4, 8, 8], "scale_factor": 1.0,
+                "dtype": "float16"}
+    write_json(folder / "manifest.json", manifest)
+    return LatentStore.open(folder)
+
+
+def bench_store() -> Iterator[Reading]:
+    """Batches of 128 random rows against one .npy file an image; growth to the size of ImageNet."""
+    draw = np.random.default_rng(0)
+
+    def batch_of(rows):
+        return draw.integers(0, rows, 128), draw.random(128) < 0.5
+
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        (folder / "files").mkdir()
+        stores = {rows: write_random_store(folder / str(rows), rows) for rows in (20_000, 200_000)}
+        for rows, store in stores.items():
+            for i in range(len(list((folder / "files").iterdir())), rows):
+                np.save(folder / "files" / f"{i}.npy", np.zeros((2, 8, 8, 8), "float16"))
+
+            def from_files(rows=rows):
+                indices, flipped = batch_of(rows)
+                pairs = zip(indices.tolist(), flipped.tolist())
+                return torch.from_numpy(np.stack([np.load(folder / "files" / f"{i}.npy")[int(f)] for i, f in pairs])
+                                        .astype(np.float32))
+
+            times = in_turn({"ours": lambda s=store, n=rows: s.moments(*batch_of(n)), "peer": from_files}, repeats=200)
+            yield Reading(f"reading 128 of {rows:,} rows, a file an image against the store",
+                          times["peer"] / times["ours"], "x", at_least=20, note=f"{1e3 * times['ours']:.2f} ms a batch")
+        step = in_turn({"step": training_step("DiT-nano/2", 128, 8)["ours"]}, repeats=3)["step"]
+        yield Reading("reading a batch, share of a nano training step", 100 * times["ours"] / step, "%", at_most=2)
+        small = write_random_store(folder / "small", 20_000, sparse=True)
+        large = write_random_store(folder / "large", 1_280_000, sparse=True)
+        times = in_turn({"small": lambda: small.moments(*batch_of(len(small))),
+                         "large": lambda: large.moments(*batch_of(len(large)))}, repeats=400)
+        yield Reading("reading 128 of 1,280,000 rows against 128 of 20,000", times["large"] / times["small"], "x",
+                      at_most=1.2, note=f"{1e3 * times['large']:.2f} ms a batch, {100 * times['large'] / step:.2f}% of "
+                                        "a nano training step")
+
+
+def bench_encode() -> Iterator[Reading]:
+    """The autoencoder over the embedded images, plain and flipped."""
+    autoencoder, images = load_autoencoder("embedded"), ImageSource.embedded("test").images(range(1000))
+    autoencoder.encode(images[:64])
+    start = time.perf_counter()
+    for batch in (*images.split(64), *images.flip(-1).split(64)):
+        autoencoder.encode(batch)
+    yield Reading("encoding the 20,000 embedded images, plain and flipped", 20 * (time.perf_counter() - start), "s",
+                  at_most=30, note="wall time of 1,000 of them, times 20")
+
+
+def bench_frechet() -> Iterator[Reading]:
+    """The Frechet distance at Inception's size against scipy's matrix square root."""
+    from scipy.linalg import sqrtm
+
+    draw = torch.Generator().manual_seed(0)
+    features = torch.randn((2, 2_000, 2_048), generator=draw, dtype=torch.float64)
+    features[1] = 1.1 * features[1] + 0.1
+    a, b = (FeatureStatistics(2_048).update(part) for part in features)
+    answers = {}
+
+    def ours():
+        answers["ours"] = frechet_distance(a, b)
+
+    def peer():
+        root = sqrtm((a.covariance @ b.covariance).numpy())
+        gap = (a.mean - b.mean).square().sum() + (a.covariance + b.covariance).trace()
+        answers["peer"] = float(gap) - 2 * np.trace(root).real
+
+    times = in_turn({"ours": ours, "peer": peer}, repeats=1)
+    yield Reading("Frechet distance of 2,000 x 2,048 features, scipy's sqrtm against ours",
+                  times["peer"] / times["ours"], "x", at_least=1.8,
+                  note=f"{times['ours']:.1f} s of CPU; they differ by {abs(answers['ours'] / answers['peer'] - 1):.0e}")
+
+
+def bench_startup() -> Iterator[Reading]:
+    """The command line: how long --help takes."""
+    def start():
+        subprocess.run([sys.executable, "-m", "dit_repro", "--help"], check=True, stdout=subprocess.DEVNULL)
+
+    times = []
+    for _ in range(5):
+        before = os.times()
+        start()
+        after = os.times()
+        times.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    yield Reading("dit-repro --help", statistics.median(times), "s", at_most=0.5, note="of CPU")
+
+
+BENCHMARKS = {"step": bench_step, "sampling": bench_sampling, "store": bench_store, "encode": bench_encode,
+              "frechet": bench_frechet, "startup": bench_startup}

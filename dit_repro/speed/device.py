@@ -1,0 +1,78 @@
+"""What a device is and does: its name, its fastest matrix product, and the memory that a step takes at its peak."""
+import os
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dit_repro.training.precision import matmul_precision
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def matmul_ceiling(device: torch.device, precision: str) -> float:
+    """The most flop/s that a square matrix product of this device reaches in a precision, of two sizes."""
+    best = 0.0
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    for size in (4096, 8192) if device.type == "cuda" else (1024, 2048):
+        a = torch.randn(size, size, device=device).to(dtype)
+        with matmul_precision(precision):
+            for _ in range(6):   # the first warms up
+                synchronize(device)
+                start = time.perf_counter()
+                a @ a
+                synchronize(device)
+                best = max(best, 2 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def peak_above(step: Callable, device: torch.device) -> int:
+    """Bytes that `step()` needs at its worst moment, above what is allocated before it.
+
+    On a CPU it sees what the operators return: not their inner workspace, and nothing inside compiled code.
+    """
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return torch.cuda.max_memory_allocated(device) - before
+    with _Watch() as watch:
+        step()
+    return watch.peak
+
+
+class _Watch(TorchDispatchMode):
+    """Adds a storage when an operator returns it for the first time, takes it off when it is freed."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen = {}   # id of a storage: its bytes
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        old = {id(t.untyped_storage()) for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and id(storage) not in self.seen and id(storage) not in old:
+                self.seen[id(storage)] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._freed, id(storage))
+        return result
+
+    def _freed(self, key: int) -> None:
+        self.now -= self.seen.pop(key)
