@@ -4,6 +4,7 @@ Rungs are measured three ways. "cumulative": each on top of those before it, as 
 by itself on the baseline. "variant": what replaces a part of the last cumulative rung, without compilation.
 """
 import copy
+import gc
 import os
 import statistics
 import time
@@ -87,8 +88,8 @@ class Bench:
 
     def __init__(self, model_name: str, batch_size: int, device: torch.device, input_size: int = 32):
         self.device, self.batch_size = device, batch_size
-        torch.manual_seed(0)
-        with device:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+            torch.manual_seed(0)
             self.model = create_model(model_name, input_size=input_size)
         self.initial = [parameter.detach().clone() for parameter in self.model.parameters()]
         self.ema = EMA(self.model, 0.9999)
@@ -221,6 +222,7 @@ def run_ladder(model_name: str, batch_size: int, device: str | torch.device, *, 
     start, device = time.monotonic(), torch.device(device)
     compile = device.type == "cuda" if compile is None else compile
     torch._dynamo.reset()   # graphs of an earlier ladder count against the limit of recompilations
+    gc.collect()            # and its weights wait in reference cycles
     bench = Bench(model_name, batch_size, device, input_size)
     baseline = baseline or Settings()
     rows, settings = [("cumulative", baseline.precision, baseline, None)], baseline

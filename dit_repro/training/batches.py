@@ -88,8 +88,8 @@ def batches_from(config, store, step: int, ranks, retry: int = 0):
         return batch.map(Tensor.pin_memory) if on_gpu else batch
 
     if not on_gpu:
-        # Drawing takes a hundredth of a step, and a second thread with OpenMP work of its own makes libgomp stop spinning
-        # at barriers, since threads then outnumber cores: steps took half as long again.
+        # Drawing takes a hundredth of a step, and a second thread with OpenMP work of its own makes libgomp sleep
+        # at barriers instead of spinning, since threads then outnumber cores: steps took half as long again.
         yield from map(draw, range(step, config.num_steps + 1))
         return
     with ThreadPoolExecutor(1) as reader:
