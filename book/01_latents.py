@@ -302,4 +302,4 @@ run.claims()
 # %% [markdown]
 # ## What could not be shown at this scale
 #
-# The released Stable Diffusion autoencoder and ImageNet are not in the package, so 0.18215 itself, the 32x32x4 latents of a 256-pixel image and the difference between the two released decoders were not measured here. The code that loads them is the code above: `dit-repro run 01 --profile paper -p data=/path/to/imagenet/train -p autoencoder=/path/to/sd-vae-ft-ema`.
+# The released Stable Diffusion autoencoder and ImageNet are not in the package, so 0.18215 itself, the 32x32x4 latents of a 256-pixel image and the difference between the two released decoders were not measured here. The code that loads them is the code above: `dit-repro run 01 --profile paper -p data=IMAGENET`, where IMAGENET holds `train/` and `val/` with their class folders. The two decoders are compared when the autoencoder is named as released, `stabilityai/sd-vae-ft-ema` or `-mse`, and both are in the local cache.

@@ -279,7 +279,7 @@ damage.style.format("{:+.4f}", na_rep="")
 # %% [markdown]
 # <details><summary>Answers to the predictions</summary>
 #
-# The relabellings: order of the position axes, order of sines and cosines, order of shift and scale, layout of a patch. Random initial weights do not care which input is which; trained ones care about nothing else. And one step already moves the fingerprint by more than half of what ten steps do, because the fastest waves turn by a whole radian per step; the slow ones keep counting after the fast ones have wrapped round. A single number moves in proportion and by a thousandth.
+# The relabellings: order of the position axes, order of sines and cosines, layout of a patch, and, least of all here, order of shift and scale. Random initial weights do not care which input is which; trained ones do. And the fingerprint does not move in proportion: the fastest waves turn by a whole radian per step and have wrapped round after six, so the right-hand curve rises steeply at first and then flattens, while the slow waves keep counting. A single number moves in proportion.
 # </details>
 #
 # **Exercise.** The null class is one more row of the label table. How many parameters does guidance cost DiT-XL/2, and what fraction of the model is that?

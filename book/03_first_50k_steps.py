@@ -234,7 +234,7 @@ run.say("""In the second half of the run the loss fell by {relative_loss_change:
 # %% [markdown]
 # ## Which classes come first
 #
-# The post saw tiger and zebra form early while the golden retriever stayed a blob. Classes differ here too, and the order is not an accident of the seed: silhouettes come first, and garments that differ only in collar and sleeve are told apart last.
+# The post saw tiger and zebra form early while the golden retriever stayed a blob. Classes differ here too. This is one training run, so the order below may be partly its seed's; what to look for is whether classes with a silhouette of their own come before garments that differ in collar and sleeve.
 
 # %%
 progress_by_class = np.stack(raw.by_class.to_list(), 1)  # (class, checkpoint)
@@ -334,4 +334,4 @@ run.claims()
 # %% [markdown]
 # ## What could not be shown at this scale
 #
-# DiT-B/2 on ImageNet, the 12.7 hours of the post's unoptimized loop, and tiger, zebra and golden retriever by name were not run here. The phenomenon, a flat loss under improving samples, does not need them; the sizes of the numbers do. `dit-repro run 03 --profile paper -p data=/path/to/imagenet` runs the same cells with the paper's settings.
+# DiT-B/2 on ImageNet, the 12.7 hours of the post's unoptimized loop, and tiger, zebra and golden retriever by name were not run here. The phenomenon, a flat loss under improving samples, does not need them; the sizes of the numbers do. `dit-repro run 03 --profile paper -p data=IMAGENET` starts the same training with the paper's settings; judging its samples needs Inception features in place of the small classifier, which chapter 7 brings.

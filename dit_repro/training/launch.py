@@ -22,7 +22,8 @@ def launch(config: TrainConfig, path: str | Path, num_processes: int = 1) -> Run
         return folder
     process = None if folder.is_locked() else _start(folder, num_processes)
     with progress(total=config.num_steps, initial=folder.status()["step"], desc=folder.path.name, unit="step") as bar:
-        while process.poll() is None if process else folder.is_locked():
+        # Where two calls started a trainer each, one of them found the folder locked and left: follow the other.
+        while (process and process.poll() is None) or folder.is_locked():
             bar.update(folder.status()["step"] - bar.n)
             time.sleep(0.5)
         bar.update(folder.status()["step"] - bar.n)

@@ -177,8 +177,9 @@ class Trainer:
         tensors = state.tensors()
         if self.ranks.is_main:   # in this order: killed in between, the run meets the same alarm again
             for step in steps:
-                if step > state.step:
-                    checkpoint_path(self.folder.checkpoint_folder, "step", step).unlink()
+                if step > state.step:   # the newest is the pinned one: kept, under a name that no resume takes
+                    path = checkpoint_path(self.folder.checkpoint_folder, "step", step)
+                    path.rename(path.with_suffix(".abandoned")) if step == steps[-1] else path.unlink()
             self.folder.save(tensors, self._scalars(), config)
             self.folder.cut_metrics(state.step)
         return "rolled back"

@@ -1,4 +1,5 @@
 """The folder of a run: what a reader finds in it, and what the one process that writes it may do."""
+import errno
 import fcntl
 import json
 import math
@@ -229,10 +230,16 @@ def _line(value: dict) -> str:
 
 def _append(path: Path, value: dict) -> None:
     """Add a line and flush it to the disk, so that no checkpoint outlives the lines before it."""
-    with open(path, "ab") as file:
-        file.write(_line(value).encode())
-        file.flush()
-        os.fsync(file.fileno())
+    with open(path, "ab", buffering=0) as file:
+        size = file.tell()
+        try:
+            line = _line(value).encode()
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, f"no room for a line in {path}")
+            os.fsync(file.fileno())
+        except OSError:
+            os.truncate(path, size)   # half a line would make the next one unreadable
+            raise
 
 
 def _read_lines(path: Path) -> list[dict]:

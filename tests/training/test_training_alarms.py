@@ -60,11 +60,14 @@ def test_skip_stops_a_run_in_which_most_steps_are_skipped(config, tmp_path):
 
 def test_rollback_returns_to_the_archive_with_new_noise_and_loses_no_line(config, tmp_path):
     folder = RunFolder(tmp_path / "run")
-    trainer = Faulty(replace(config, on_alarm="rollback", archive_every=4, num_steps=16), folder.path)
+    changes = {"on_alarm": "rollback", "archive_every": 4, "checkpoint_every": 2, "num_steps": 16}
+    trainer = Faulty(replace(config, **changes), folder.path)
     trainer.bad_steps = (11,)
     assert trainer.run() == "finished"
     rollback, = (event for event in folder.events() if event["event"] == "rollback")
     assert (rollback["step"], rollback["to"], rollback["retry"]) == (12, 8, 1)
+    pinned, = (event["pinned"] for event in folder.events() if event["event"] == "alarm")
+    assert len(list(folder.checkpoint_folder.glob(f"*{pinned}.abandoned"))) == 1   # what led to the alarm is still there
     assert folder.metrics()["step"].tolist() == list(range(2, 17, 2))
     assert all_finite(folder.load_model()) and folder.status()["state"] == "finished"
 
