@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dit_repro.evaluation.frechet import frechet_distance
-from dit_repro.evaluation.statistics import FeatureStatistics, check_features
+from dit_repro.evaluation.statistics import FeatureStatistics, check_features, threads_for
 
 
 def influence(features, reference: FeatureStatistics, block: int = 4_096) -> Tensor:
@@ -20,13 +20,14 @@ def influence(features, reference: FeatureStatistics, block: int = 4_096) -> Ten
     for rows in x.split(block):
         statistics.update(rows)
     a, b = statistics.factor(), reference.factor()               # (D, rank)
-    product = b.T @ a
-    values, vectors = torch.linalg.eigh(product @ product.T)     # several times faster than svd, and exact enough here
-    kept = values > values[-1:] * 1e-12
-    root = b @ (vectors[:, kept] / values[kept] ** 0.25)         # root root^T carries one Gaussian onto the other
-    shift = 2 * (statistics.mean - reference.mean)
-    return torch.cat([centered @ shift + centered.square().sum(1) - (centered @ root).square().sum(1)
-                      for centered in (rows.double() - statistics.mean for rows in x.split(block))])
+    with threads_for(statistics.dim):
+        product = b.T @ a
+        values, vectors = torch.linalg.eigh(product @ product.T)  # several times faster than svd, and exact enough here
+        kept = values > values[-1:] * 1e-12
+        root = b @ (vectors[:, kept] / values[kept] ** 0.25)      # root root^T carries one Gaussian onto the other
+        shift = 2 * (statistics.mean - reference.mean)
+        return torch.cat([centered @ shift + centered.square().sum(1) - (centered @ root).square().sum(1)
+                          for centered in (rows.double() - statistics.mean for rows in x.split(block))])
 
 
 def standard_error(features, reference: FeatureStatistics) -> float:

@@ -1,7 +1,7 @@
 """The Frechet distance of two Gaussians, from their statistics."""
 import torch
 
-from dit_repro.evaluation.statistics import FeatureStatistics
+from dit_repro.evaluation.statistics import FeatureStatistics, threads_for
 
 
 def frechet_distance(a: FeatureStatistics, b: FeatureStatistics) -> float:
@@ -14,6 +14,7 @@ def frechet_distance(a: FeatureStatistics, b: FeatureStatistics) -> float:
     if a.dim != b.dim:
         raise ValueError(f"these features have {a.dim} and {b.dim} dimensions: they are not of one extractor and head")
     root_a, root_b = a.factor(), b.factor()  # (D, rank)
-    overlap = torch.linalg.svdvals(root_a.T @ root_b).sum()
+    with threads_for(a.dim):
+        overlap = torch.linalg.svdvals(root_a.T @ root_b).sum()
     distance = (a.mean - b.mean).square().sum() + root_a.square().sum() + root_b.square().sum() - 2 * overlap
     return max(distance.item(), 0.0)  # rounding may leave -1e-15 where the distance is 0

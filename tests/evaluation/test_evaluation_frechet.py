@@ -204,3 +204,18 @@ def test_one_two_and_four_ranks_agree_with_no_rank_padded(tmp_path):
             assert made.count == 3
             torch.testing.assert_close(made.mean, x.mean(0), rtol=1e-12, atol=0)
             torch.testing.assert_close(made.covariance, x.T.cov(), rtol=1e-10, atol=1e-10)
+
+
+def test_small_matrices_use_one_thread_and_the_setting_comes_back(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.linalg, "eigh", lambda *args, real=torch.linalg.eigh: seen.append(
+        torch.get_num_threads()) or real(*args))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        statistics(features(50, 4)).factor()
+        with pytest.raises(ValueError, match="at least 2 samples"):
+            statistics(features(1, 4)).factor()
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(threads)
