@@ -173,7 +173,8 @@ def activation_bytes(model: DiT, batch_size: int, precision: str = "fp32",
     loss = 15 * n * model.in_channels * size**2 * full   # latents, noise, and the steps of the bound's arithmetic
     copies = 0                                           # autocast's half-precision weights
     if half < full:
-        copies = half * sum(p.numel() for p in model.parameters() if p.requires_grad and p.ndim > 1)
+        copies = half * sum(p.numel() for name, p in model.named_parameters()
+                            if p.ndim == 2 and not name.startswith("y_embedder"))   # a table is looked up, not cast
         loss += n * tokens * patch**2 * model.out_channels * half
     kept = last + condition + loss + copies
     if checkpointing:

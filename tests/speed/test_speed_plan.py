@@ -105,10 +105,10 @@ def test_plan_of_the_flagship_matches_what_is_known_of_it():
 
 
 def test_two_gpus_halve_the_time_and_the_activations_but_not_the_state():
-    config = TrainConfig(latents="", precision="bf16")
+    config = TrainConfig(latents="", model="DiT-nano/2", precision="bf16")
     one, two = plan_run(config), plan_run(config, gpus=2)
     assert two.hours == pytest.approx(one.hours / 2) and two.memory.moments == one.memory.moments
-    assert two.memory.activations == pytest.approx(one.memory.activations / 2, rel=0.02)
+    assert two.memory.activations == pytest.approx(one.memory.activations / 2, rel=0.01)
     sharded = plan_run(replace(config, parallel="fsdp"), gpus=2)
     assert sharded.memory.moments == one.memory.moments / 2 and sharded.memory.buckets == 0
 

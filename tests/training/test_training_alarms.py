@@ -67,7 +67,7 @@ def test_rollback_returns_to_the_archive_with_new_noise_and_loses_no_line(config
     rollback, = (event for event in folder.events() if event["event"] == "rollback")
     assert (rollback["step"], rollback["to"], rollback["retry"]) == (12, 8, 1)
     pinned, = (event["pinned"] for event in folder.events() if event["event"] == "alarm")
-    assert len(list(folder.checkpoint_folder.glob(f"*{pinned}.abandoned"))) == 1   # what led to the alarm is still there
+    assert len(list(folder.checkpoint_folder.glob(f"*{pinned}.abandoned"))) == 1   # it led to the alarm
     assert folder.metrics()["step"].tolist() == list(range(2, 17, 2))
     assert all_finite(folder.load_model()) and folder.status()["state"] == "finished"
 
