@@ -46,7 +46,7 @@ def write_tree(root, sizes=((40, 30), (30, 41))):
     ("t10k-images-idx3-ubyte.gz", "0b9be08d8d603d994ec8b073f636797c496a23452fee9a1b7d191e78125d9928"),
     ("t10k-labels-idx1-ubyte.gz", "40f73765e40e6924dfc459e4a6bc6ea5ee1ea6000ff1296212190eb38677c4af"),
     ("autoencoder/diffusion_pytorch_model.safetensors",
-     "ce5827566ba9e0db44e5c7051a134a5b997fb141e86b48ee36e05a54ab964d0e")])
+     "d93776ed42931f6ca7db846f37fc8a859c6a5605d02757cc0b91342f61d31192")])
 def test_embedded_files_are_the_committed_ones(file, digest):
     assert hashlib.sha256((EMBEDDED / file).read_bytes()).hexdigest() == digest
 
