@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 # Files of the package that cannot change what a notebook computes or draws.
-_MACHINERY = {"cli.py", "__main__.py", *(f"book/{name}.py" for name in (
-    "run", "harvest", "lint", "claims", "pages", "chapters", "new_chapter"))}
+_MACHINERY = {f"book/{name}.py" for name in ("run", "harvest", "lint", "claims", "pages", "chapters", "new_chapter")}
 
 
 def digest(value) -> str:
