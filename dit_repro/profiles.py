@@ -6,10 +6,15 @@ cores. `gpu` is one GPU before the paper's run is paid for. `paper` is the repli
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
+from dit_repro.evaluation import FeatureExtractor, load_classifier
 from dit_repro.files import workspace
 from dit_repro.latents import Autoencoder, ImageSource, LatentStore, encode_to_store, load_autoencoder
 from dit_repro.latents.images import IDX_STEMS
 from dit_repro.training import TrainConfig
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"   # of models, autoencoder and judge in a notebook
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,11 @@ class Data:
         return ImageSource.folder(tree, self.resolution, on_damaged="skip")
 
     def autoencoder(self) -> Autoencoder:
-        return load_autoencoder(self.autoencoder_name)
+        return load_autoencoder(self.autoencoder_name, DEVICE)
+
+    def judge(self) -> FeatureExtractor:
+        """What looks at samples: features for distances, and logits whose index is the label."""
+        return load_classifier().to(DEVICE)
 
     def store(self, split: str, autoencoder: Autoencoder) -> LatentStore:
         """The latents of a split: encoded now, resumed, or found in the workspace, where all chapters share them."""
@@ -48,7 +57,7 @@ class Latents:
     """Chapter 1."""
     probe_images: int = 4_000           # held-out images for PSNR, accuracy and statistics
     timing_batch: int = 512             # images in one timed call
-    leak_batches: int = 12              # decoded batches kept; about 230 MB each with their graph
+    leak_batches: int = 12              # decoded batches kept; their graphs take about 136 MB each at laptop
 
 
 @dataclass(frozen=True)

@@ -49,11 +49,11 @@ class Autoencoder:
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        """Images (N, 3, H, W) uint8 of scaled latents (N, C, h, w), rounded to the nearest value."""
+        """Images (N, 3, H, W) uint8, on the CPU, of scaled latents (N, C, h, w), rounded to the nearest value."""
         if latents.ndim != 4 or latents.shape[1] != self.latent_channels:
             raise ValueError(f"expected latents (N, {self.latent_channels}, h, w), got {tuple(latents.shape)}")
         images = self.model.decode(self._to_model(latents / self.scale_factor)).sample  # (N, 3, H, W)
-        return (127.5 * images + 127.5).round().clamp(0, 255).to(torch.uint8).contiguous()
+        return (127.5 * images + 127.5).round().clamp(0, 255).to(torch.uint8).contiguous().cpu()
 
     def _to_model(self, x: Tensor) -> Tensor:
         return x.to(self.model.device, self.model.dtype).contiguous(memory_format=torch.channels_last)
