@@ -34,10 +34,9 @@ import psutil
 import torch
 
 from dit_repro.book.figures import sample_grid
-from dit_repro.evaluation import load_classifier
 from dit_repro.latents import load_autoencoder
 from dit_repro.latents.autoencoder import RELEASED
-from dit_repro.profiles import get_profile
+from dit_repro.profiles import DEVICE, get_profile
 
 settings = get_profile(profile, data=data, autoencoder=autoencoder)
 vae = settings.data.autoencoder()
@@ -51,7 +50,7 @@ held_out = settings.data.source("test")
 # > **Predict first.** An image has 784 pixels that are not padding, its latent has 256 numbers. Which of the ten classes loses most on the way there and back: bags, with their prints and straps, or trousers, which are mostly outline?
 
 # %%
-chosen = np.concatenate([np.flatnonzero(held_out.labels == label)[:1] for label in range(10)])
+chosen = np.concatenate([np.flatnonzero(held_out.labels == label)[:1] for label in np.unique(held_out.labels)[:10]])
 images = held_out.images(chosen)  # (10, 3, H, W) uint8
 mean = vae.encode(images).chunk(2, 1)[0]  # (10, 4, h, w)
 decoded = vae.decode(mean * vae.scale_factor)
@@ -66,25 +65,24 @@ run.figure(grid, name="reconstructions", caption="One held-out image a class, wh
 
 # %%
 probe = settings.latents.probe_images
-images = held_out.images(np.arange(min(probe, len(held_out))))  # (N, 3, H, W)
-labels = torch.from_numpy(held_out.labels[: len(images)])
+some = np.random.default_rng(0).permutation(len(held_out))[:probe]
+images, labels = held_out.images(some), torch.from_numpy(held_out.labels[some])  # (N, 3, H, W), (N,)
 border = 2 if held_out.resolution == 32 else 0
 decoded = torch.cat([vae.decode(vae.encode(part).chunk(2, 1)[0] * vae.scale_factor) for part in images.split(256)])
 inner = slice(border, held_out.resolution - border)
 error = (decoded.float() - images).square()  # (N, 3, H, W)
 run.record("psnr_full", 10 * torch.log10(255**2 / error.mean()))
 run.record("psnr_inner", 10 * torch.log10(255**2 / error[..., inner, inner].mean()))
-by_class = [10 * torch.log10(255**2 / error[labels == label][..., inner, inner].mean()) for label in range(10)]
+by_class = [10 * torch.log10(255**2 / error[labels == label][..., inner, inner].mean()) for label in held_out.labels[chosen]]
 
 # %%
-if held_out.resolution == 32:  # the embedded classifier knows clothes only
-    classifier = load_classifier()
-    for name, pictures in (("accuracy_pixels", images), ("accuracy_decoded", decoded)):
-        right = classifier(pictures).logits.argmax(1) == labels
-        run.record(name, right.double().mean(), note=f"{len(right)} held-out images")
+judge = settings.data.judge()
+for name, pictures in (("accuracy_pixels", images), ("accuracy_decoded", decoded)):
+    right = judge(pictures).logits.argmax(1) == labels
+    run.record(name, right.double().mean(), note=f"{len(right)} held-out images")
 
 # %%
-if held_out.resolution == 32:
+if held_out.resolution == 32:  # at 256 pixels the covariance would have 65,536 rows
     train = settings.data.source("train")
     train_pixels = train.images(np.arange(0, len(train), 4))[:, 0]  # (N, 32, 32)
     flat = train_pixels.double().flatten(1) / 255  # (N, 1024)
@@ -99,7 +97,7 @@ What limits it? Keeping the 256 leading principal components, the best that any 
 # %%
 figure, axes = plt.subplots(figsize=(7, 2.8))
 order = np.argsort(by_class)
-axes.plot(np.array(by_class)[order], [held_out.class_names[label] for label in order], "o")
+axes.plot(np.array(by_class)[order], [held_out.class_names[held_out.labels[chosen[i]]] for i in order], "o")
 axes.set(xlabel="PSNR without the border, dB")
 run.figure(figure, name="psnr-by-class", caption="What is lost depends on the class: prints and buckles cost, plain outlines do not.")
 
@@ -133,7 +131,7 @@ def rate(function, repeats: int = 5) -> float:
     return batch * repeats / (time.perf_counter() - began)
 
 
-run.record("encode_per_second", rate(lambda: vae.encode(pictures)))
+run.record("encode_per_second", rate(lambda: vae.encode(pictures).cpu()))
 noise = torch.randn(batch, *store.latent_shape)
 run.record("read_per_second", rate(lambda: store.latents(indices[:batch], np.arange(batch) % 2 == 0, noise)))
 run.record("read_speedup", run["read_per_second"] / run["encode_per_second"])
@@ -231,16 +229,21 @@ run.say("""Mirroring the latent instead of the image gives a latent that is off 
 import gc
 
 
+def memory_in_use() -> int:
+    """Bytes: of the GPU's tensors, or resident in main memory."""
+    return torch.cuda.memory_allocated() if DEVICE == "cuda" else psutil.Process().memory_info().rss
+
+
 def memory_growth(frozen: bool, grad: bool) -> list[float]:
-    """Resident memory after each decoded batch, in MB above the start."""
+    """Memory in use after each decoded batch, in MB above the start."""
     vae.model.requires_grad_(not frozen)
     gc.collect()
-    began, growth, kept = psutil.Process().memory_info().rss, [], []
+    began, growth, kept = memory_in_use(), [], []
     with torch.set_grad_enabled(grad):
         for _ in range(settings.latents.leak_batches):
-            latents = torch.randn(64, *store.latent_shape)
+            latents = torch.randn(64, *store.latent_shape, device=DEVICE)
             kept.append(vae.model.decode(latents).sample.cpu())
-            growth.append((psutil.Process().memory_info().rss - began) / 2**20)
+            growth.append((memory_in_use() - began) / 2**20)
     vae.model.requires_grad_(False)
     return growth
 
@@ -256,10 +259,10 @@ axes.set(xlabel="batches of 64 decoded", ylabel="memory above the start, MB")
 axes.legend()
 run.figure(figure, name="leak", caption="Resident memory while decoded batches are kept. With gradients on and weights "
            "not frozen every batch keeps its activations.")
-slope = {label: np.polyfit(np.arange(len(growth)), growth, 1)[0] for label, growth in curves.items()}
-run.record("leak_megabytes_per_batch", round(slope["not frozen, gradients on"], 2))
-run.record("frozen_megabytes_per_batch", round(slope["frozen, gradients on"], 2))
-run.record("no_grad_megabytes_per_batch", round(slope["not frozen, no_grad"], 2))
+slope = {label: round(np.polyfit(np.arange(len(growth)), growth, 1)[0], 1) + 0.0 for label, growth in curves.items()}  # no -0.0
+run.record("leak_megabytes_per_batch", slope["not frozen, gradients on"])
+run.record("frozen_megabytes_per_batch", slope["frozen, gradients on"])
+run.record("no_grad_megabytes_per_batch", slope["not frozen, no_grad"])
 
 # %% tags=["hide-input"]
 run.say("""Each batch costs **{leak_megabytes_per_batch:.0f} MB** with its graph and {no_grad_megabytes_per_batch:.1f} MB without. Freezing the weights alone also stops the leak ({frozen_megabytes_per_batch:.1f} MB a batch), because nothing in the graph then needs a gradient; `load_autoencoder` does both.""")

@@ -109,12 +109,13 @@ run.record("fastest_period_d320", 2 * math.pi / frequencies[0])
 run.record("slowest_period_d320", 2 * math.pi / frequencies[-1])
 everywhere = torch.arange(1000.0)
 run.record("raw_timestep_scale_ratio", everywhere.square().mean().sqrt() / timestep_embedding(everywhere).square().mean().sqrt())
-neighbor_distance = distance[1] / timestep_embedding(torch.tensor([500]), 256).norm()  # relative
+neighbor_distance = distance[1] / timestep_embedding(torch.tensor([500]), 256).norm()
 run.record("neighbor_distance", neighbor_distance)
-run.record("neighbor_distance_ratio", neighbor_distance / 0.001)
+run.record("number_distance", 1 / 500)  # of t, or of t / 1000: relative as well
+run.record("neighbor_distance_ratio", neighbor_distance / run["number_distance"])
 
 # %% tags=["hide-input"]
-run.say("""At the lesson's width of 320 the periods run from **{fastest_period_d320:.2f}** to **{slowest_period_d320:,.0f}** timesteps; it says 6.3 and about 59,000. Between timesteps 500 and 501 the fingerprint moves by {neighbor_distance:.0%} of its length, t/1000 by a thousandth. As a plain number t is {raw_timestep_scale_ratio:,.0f} times as large as the sinusoids. What either does to training is measured at the end of this chapter.""")
+run.say("""At the lesson's width of 320 the periods run from **{fastest_period_d320:.2f}** to **{slowest_period_d320:,.0f}** timesteps; it says 6.3 and about 59,000. Between timesteps 500 and 501 the fingerprint moves by {neighbor_distance:.0%} of its length, t/1000 by {number_distance:.1%} of its value. As a plain number t is {raw_timestep_scale_ratio:,.0f} times as large as the sinusoids. What either does to training is measured at the end of this chapter.""")
 
 # %% [markdown]
 # ## The block
@@ -259,7 +260,10 @@ run.record("mistakes_planted", len(damage))
 run.record("loaded_harmful", int((damage.loaded > spread).sum()))
 run.record("trained_harmful", int((damage.trained > spread).sum()))
 run.record("seed_spread", spread)
-run.record("init_pytorch_minus_paper_loss", damage.trained["init: PyTorch's defaults"])
+run.record("correct_runs", harm.seeds)
+run.record("mistakes_loaded", int(damage.loaded.count()))
+run.record("mistakes_trained", int(damage.trained.count()))
+run.record("init_added_loss_in_spreads", damage.trained["init: PyTorch's defaults"] / spread)
 run.record("raw_timestep_added_loss_in_spreads", damage.trained["timestep: t as a number"] / spread)
 run.record("scaled_timestep_added_loss_in_spreads", damage.trained["timestep: t / 1000 as a number"] / spread)
 run.record("diffusers_exponent_added_loss", damage.loaded["timestep: exponent i / (half - 1)"])
@@ -267,11 +271,15 @@ run.record("worst_loaded", damage.loaded.idxmax())
 run.record("worst_trained", damage.trained.idxmax())
 
 # %% tags=["hide-input"]
-run.say("""Correct runs end at {correct_loss:.4f}, and their seeds spread over {seed_spread:.4f}. Of {mistakes_planted} mistakes {loaded_harmful} add more than that to a model that is *loaded*; worst is "{worst_loaded}". *Trained* with, {trained_harmful} do; worst is "{worst_trained}". PyTorch's default initialization, which the post began with, changes the loss by {init_pytorch_minus_paper_loss:+.4f}.
+init, number = run["init_added_loss_in_spreads"], run["scaled_timestep_added_loss_in_spreads"]
+run.say("""The {correct_runs} correct runs end at {correct_loss:.4f} on average; largest and smallest are {seed_spread:.4f} apart, and that range is the yardstick. Of {mistakes_loaded} mistakes in a model that is *loaded*, {loaded_harmful} add more than it; worst is "{worst_loaded}". Of {mistakes_trained} *trained* with, {trained_harmful} do; worst is "{worst_trained}". PyTorch's default initialization, which the post began with, adds {init_added_loss_in_spreads:+.1f} times the range: """
+        + ("worse than the paper's." if init > 1 else "better than the paper's." if init < -1 else
+           "no more than a change of seed.") + """
 
-Of the lesson's two warnings about the raw timestep one holds: as a plain number it adds {raw_timestep_added_loss_in_spreads:.0f} times the spread. Divided by 1,000 it adds {scaled_timestep_added_loss_in_spreads:.1f} times the spread, although neighbors are then a thousandth apart: a network does not need to tell 500 from 501. The exponent with half − 1 is what the diffusers library computes for released DiT weights; read that way this model loses {diffusers_exponent_added_loss:+.4f}.
+As a plain number the timestep adds {raw_timestep_added_loss_in_spreads:.1f} times the range. Divided by 1,000, so that neighbors are a thousandth apart, it adds {scaled_timestep_added_loss_in_spreads:.1f} times the range"""
+        + (". " if number > 1 else ": a network need not tell 500 from 501. ") + """The exponent with half − 1 is what the diffusers library computes for released DiT weights; read that way this model loses {diffusers_exponent_added_loss:+.4f}.
 
-So a detail can be fatal for reading other people's weights and worth nothing in training one's own. A gap that remains after training with one's own code, like the post's, is not explained by the order of sines and cosines.""")
+Reading other people's weights and training one's own are different tests, and the first is the stricter one. A mistake whose bar on the right lies in the grey cannot explain a gap that remains after training with one's own code, as the post's does.""")
 
 # %%
 damage.style.format("{:+.4f}", na_rep="")

@@ -34,7 +34,7 @@ import torch
 
 from dit_repro.book.figures import Filmstrip, draw_baselines, sample_grid
 from dit_repro.diffusion import NoiseSchedule, loss_of_gaussian, loss_of_unit_gaussian
-from dit_repro.profiles import get_profile
+from dit_repro.profiles import DEVICE, get_profile
 from dit_repro.training import launch, loss_by_timestep
 
 settings = get_profile(profile, data=data, autoencoder=autoencoder)
@@ -98,7 +98,9 @@ if metrics.step.max() >= 1000:
     run.record("loss_at_step_1000", window(1000, 100))
 
 # %% tags=["hide-input"]
-run.say("""Over the first tenth of the run the loss averages {loss_first_window:.3f}, in the middle **{loss_middle:.3f}**, at the end **{loss_end:.3f}**. The first half of the run made {loss_drop_share_first_half:.1%} of the whole drop from one; the second moved it by {loss_second_half_change:.3f}. The line of the model that knows only the variance, {unit_variance_loss:.4f}, is crossed early. The line that matters is the third, {covariance_loss:.4f}: what a network knows about *pictures* beyond which cells vary together lies below it, and that is a narrow band.""")
+below = metrics.step[metrics.mse < run["unit_variance_loss"]]
+crossing = f"is crossed by step {below.min()}" if len(below) else "is not reached"
+run.say("""Over the first tenth of the run the loss averages {loss_first_window:.3f}, in the middle **{loss_middle:.3f}**, at the end **{loss_end:.3f}**. The first half of the run made {loss_drop_share_first_half:.1%} of the whole drop from one; the second moved it by {loss_second_half_change:.3f}. The line of the model that knows only the variance, {unit_variance_loss:.4f}, """ + crossing + """. The line that matters is the third, {covariance_loss:.4f}: what a network knows about *pictures* beyond which cells vary together lies below it, and that is a narrow band.""")
 
 # %% [markdown]
 # ## Taken apart by timestep
@@ -112,7 +114,7 @@ some = np.random.default_rng(0).permutation(len(test_store))[: settings.sampling
 noise = torch.randn(len(some), *test_store.latent_shape, generator=torch.Generator().manual_seed(0))
 x0 = test_store.latents(some, np.zeros(len(some), bool), noise)  # (N, C, h, w), held out
 labels = torch.from_numpy(test_store.labels[some])
-by_timestep = {step: loss_by_timestep(folder.load_model(step, ema=False), x0, labels, schedule, timesteps, seed=2).mean(1)
+by_timestep = {step: loss_by_timestep(folder.load_model(step, ema=False).to(DEVICE), x0, labels, schedule, timesteps, seed=2).mean(1)
                for step in probe_steps}
 figure, axes = plt.subplots(figsize=(7, 3.4))
 for step, losses in by_timestep.items():
@@ -151,7 +153,7 @@ guidance = Guidance(settings.sampling.guidance_scale, channels=None)
 def draw(step: int, ema: bool, per_class: int):
     """Decoded images (classes * per_class, 3, H, W) uint8 and their labels, the same seeds for every checkpoint."""
     labels = torch.arange(settings.sampling.classes).repeat_interleave(per_class)
-    latents = sample(folder.load_model(step, ema=ema), labels, schedule, steps=settings.sampling.steps,
+    latents = sample(folder.load_model(step, ema=ema).to(DEVICE), labels, schedule, steps=settings.sampling.steps,
                      guidance=guidance, seeds=range(len(labels)), batch_size=settings.sampling.batch_size)
     return torch.cat([vae.decode(part) for part in latents.split(settings.sampling.batch_size)]), labels
 
@@ -183,19 +185,19 @@ run.figure(sample_grid(over_time, names, [f"step {step}" for step in shown]), na
 # The small classifier of chapter 7 looks at the samples. The share that it assigns to the class they were asked for is a crude score, but it moves when pictures do. Beside it stands the Fréchet distance between its features of samples and of held-out images: not an FID, which is defined on Inception features of 50,000 images, and not comparable with one.
 
 # %%
-from scipy.stats import binomtest
+from dit_repro.evaluation import FeatureStatistics, frechet_distance
+from dit_repro.sampling import wilson_interval
 
-from dit_repro.evaluation import FeatureStatistics, frechet_distance, load_classifier
-
-classifier = load_classifier()
+judge = settings.data.judge()
 held_out = settings.data.source("test")
-real = classifier(held_out.images(np.arange(len(held_out)))).pool  # (N, D)
+real = judge(held_out.images(np.arange(len(held_out)))).pool  # (N, D)
 reference = FeatureStatistics(real.shape[1]).update(real)
 rows = []
 for (step, ema), (images, labels) in drawn.items():
-    features = classifier(images)
+    features = judge(images)
     right = features.logits.argmax(1) == labels
-    rows.append({"step": step, "ema": ema, "right": int(right.sum()), "n": len(labels), "share": right.double().mean().item(),
+    low, high = wilson_interval(int(right.sum()), len(right))
+    rows.append({"step": step, "ema": ema, "share": right.double().mean().item(), "low": low, "high": high,
                  "distance": frechet_distance(FeatureStatistics(real.shape[1]).update(features.pool), reference),
                  "by_class": right.double().unflatten(0, (len(names), -1)).mean(1).numpy()})
 
@@ -203,8 +205,6 @@ for (step, ema), (images, labels) in drawn.items():
 import pandas as pd
 
 scores = pd.DataFrame(rows)
-intervals = [binomtest(row.right, row.n).proportion_ci(method="wilson") for row in scores.itertuples()]
-scores["low"], scores["high"] = zip(*intervals)
 figure, panels = plt.subplots(1, 2, figsize=(9, 3.2))
 for ema, label in ((False, "raw weights"), (True, "moving average")):
     rows = scores[scores.ema == ema]
@@ -222,7 +222,7 @@ raw = scores[~scores.ema].set_index("step")
 middle = min(shown, key=lambda step: abs(step - half))
 for name, step in (("first", shown[0]), ("middle", middle), ("end", shown[-1])):
     row = raw.loc[step]
-    run.record(f"share_in_class_{name}", row.share, interval=(row.low, row.high), seeds=int(row.n))
+    run.record(f"share_in_class_{name}", row.share, interval=(row.low, row.high), note=f"{len(labels)} images of one training run")
     run.record(f"distance_{name}", row.distance)
 run.record("distance_fell_while_flat", raw.distance[middle] / raw.distance[shown[-1]])
 run.record("relative_loss_change", run["loss_second_half_change"] / run["loss_middle"])
@@ -289,10 +289,10 @@ for before, step in zip([0, *steps], steps):
     for name, value in folder.load_model(step, ema=False).state_dict().items():
         initial[name] += weight * value
 slow.load_state_dict(initial)
-latents = sample(slow.eval(), drawn[shown[-1], False][1], schedule, steps=settings.sampling.steps, guidance=guidance,
+latents = sample(slow.eval().to(DEVICE), drawn[shown[-1], False][1], schedule, steps=settings.sampling.steps, guidance=guidance,
                  seeds=range(len(drawn[shown[-1], False][1])), batch_size=settings.sampling.batch_size)
 slow_images = torch.cat([vae.decode(part) for part in latents.split(settings.sampling.batch_size)])
-slow_distance = frechet_distance(FeatureStatistics(real.shape[1]).update(classifier(slow_images).pool), reference)
+slow_distance = frechet_distance(FeatureStatistics(real.shape[1]).update(judge(slow_images).pool), reference)
 run.record("ema_short_steps", config.num_steps)
 run.record("frechet_slow_ema_minus_raw", slow_distance - raw.distance[shown[-1]])
 
@@ -310,7 +310,10 @@ run.say("""Half is caught up after **{ema_half_life_0_9999:,.0f}** steps, not 50
 
 Measured at the same ratio of run to decay: at the first checkpoint the average's Fréchet distance is {ema_distance_ratio_first:.2f} times the raw weights', at the last {ema_distance_ratio_end:.2f} times. The average has the smaller distance from the checkpoint at which it has caught up by {ema_overtakes_caught_up:.1%}. The paper's 0.9999 on this run of {ema_short_steps} steps would be {frechet_slow_ema_minus_raw:+.1f} away from the raw weights in the same distance: still the initial noise.
 
-So early on the post's advice to sample the raw weights is sound although its reason is not, and at the end of its 50,000 steps it is no longer.""")
+""" + ("So early on the post's advice to sample the raw weights is sound although its reason is not, and at the end of its "
+           "50,000 steps it is no longer." if run["ema_distance_ratio_first"] > 1 > run["ema_distance_ratio_end"] else
+           "The raw weights are the better choice all along." if run["ema_distance_ratio_end"] > 1 else
+           "The average is the better choice all along."))
 
 # %% [markdown]
 # <details><summary>Answers to the predictions</summary>

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dit_repro.progress import progress
 from dit_repro.training.config import TrainConfig
+from dit_repro.training.loop import Trainer
 from dit_repro.training.run_folder import RunFolder
 
 
@@ -14,11 +15,16 @@ def launch(config: TrainConfig, path: str | Path, num_processes: int = 1) -> Run
     """Attach to the run in `path`, resume it or start it, follow it to its end, and return its folder.
 
     A finished run returns at once. Interrupting the call leaves the training running; calling again attaches to it.
+    With `num_processes` 0 a run of seconds is trained in this process, which spares the start of another.
     ValueError where the folder holds a run with other settings; RuntimeError with the end of its log where it fails.
     """
     folder = RunFolder(path)
     folder.prepare(config)
     if _is_done(folder, config):
+        return folder
+    if num_processes == 0:
+        if Trainer(config, path).run() == "interrupted":
+            raise KeyboardInterrupt(f"{path}: the step is saved, run this again to go on")
         return folder
     process = None if folder.is_locked() else _start(folder, num_processes)
     with progress(total=config.num_steps, initial=folder.status()["step"], desc=folder.path.name, unit="step") as bar:

@@ -96,6 +96,13 @@ def test_launch_returns_a_finished_run_at_once_and_refuses_another_one(config, t
         launch(replace(config, seed=3), tmp_path / "run")
 
 
+def test_a_short_run_is_trained_in_the_process_that_asks_for_it(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    Trainer(config, tmp_path / "elsewhere").run()
+    here = launch(config, tmp_path / "here", num_processes=0)
+    assert here.metrics().mse.tolist() == RunFolder(tmp_path / "elsewhere").metrics().mse.tolist()
+
+
 def test_launch_raises_with_the_end_of_the_log_when_its_process_fails(config, tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho $* >&2\necho no latents here >&2\nexit 1\n")
