@@ -51,7 +51,7 @@ config = settings.training(train_store, seed=seed, **({"num_steps": num_steps} i
 
 # %%
 folder = launch(config, settings.run_path("first_steps", config))
-steps = [step for step in folder.checkpoints() if step % config.archive_every == 0 and step <= config.num_steps]
+steps = [step for step in folder.checkpoints() if step % config.archive_every == 0]
 {"model": config.model, "steps": config.num_steps, "archives": steps}
 
 # %% [markdown]
@@ -62,7 +62,7 @@ steps = [step for step in folder.checkpoints() if step % config.archive_every ==
 # > **Predict first.** Where does the run end: near the second line, near the third, or close to zero? And how much does the loss move between the middle of the run and its end?
 
 # %%
-metrics = folder.metrics().query("step <= @config.num_steps")
+metrics = folder.metrics()
 schedule = NoiseSchedule.linear(1000)
 run.record("unit_variance_loss", loss_of_unit_gaussian(schedule).mean())
 run.record("unit_variance_loss_t50", loss_of_unit_gaussian(schedule)[50])

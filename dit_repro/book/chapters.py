@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 PROFILES = ("smoke", "laptop", "gpu", "paper")    # in order of cost; a claim that needs one is met by a later one
+DATA_PARAMETERS = ("data", "autoencoder")          # where a profile's inputs lie on this machine
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict}
 
 
@@ -82,6 +83,25 @@ class Chapter:
         return found
 
 
+    def changed(self, values: dict) -> dict:
+        """The entries of `values` that are not the chapter's defaults, profile and data aside."""
+        return {name: value for name, value in values.items() if name not in ("profile", *DATA_PARAMETERS)
+                and name in self.parameters and value != self.parameters[name].default}
+
+    def calls(self, method: str) -> list[tuple[ast.Call, str | None]]:
+        """Every call of `something.method(...)` in the code cells, with the heading of the section it stands in."""
+        heading, found = None, []
+        for cell in self.notebook.cells:
+            if cell.cell_type == "markdown":
+                titles = re.findall(r"^#{1,4} +(.+)$", cell.source, re.M)
+                heading = titles[-1] if titles else heading
+            elif cell.cell_type == "code":
+                nodes = ast.walk(ast.parse(re.sub(r"^[%!].*$", "", cell.source, flags=re.M)))
+                found += [(node, heading) for node in nodes
+                          if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == method]
+        return found
+
+
 def toc_files(root: Path) -> list[str]:
     """Every `root:` and `file:` entry of _toc.yml, in reading order, without suffix."""
     return re.findall(r"^[\s\-{]*(?:root|file):\s*([\w./-]+)", (root / "_toc.yml").read_text(encoding="utf-8"), re.M)
@@ -105,10 +125,11 @@ def select_chapters(root: Path, wanted=()) -> list[Chapter]:
     return [chapter for chapter in everything if chapter in chosen] if wanted else everything
 
 
-def cast_parameters(selected: list[Chapter], profile: str, pairs=()) -> dict[str, dict]:
+def cast_parameters(selected: list[Chapter], profile: str, pairs=(), everything=()) -> dict[str, dict]:
     """Typed overrides for each chapter from `key=value` texts, the profile among them.
 
-    Raises ValueError for an unknown profile, a parameter that no selected chapter declares, or a value of another type.
+    A parameter goes to the chapters that declare it. Raises ValueError for an unknown profile, a parameter that no
+    selected chapter declares (naming those of `everything` that do), or a value of another type.
     """
     if profile not in PROFILES:
         raise ValueError(f"unknown profile {profile!r}; the profiles are {', '.join(PROFILES)}")
@@ -117,8 +138,10 @@ def cast_parameters(selected: list[Chapter], profile: str, pairs=()) -> dict[str
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or name not in valid:
+            others = [chapter.name for chapter in everything if chapter.source.is_file() and name in chapter.parameters]
             raise ValueError(f"unknown parameter {pair!r}; give NAME=VALUE with one of {', '.join(valid) or '(none)'}"
-                             + ("; the profile is chosen with --profile" if name == "profile" else ""))
+                             + ("; the profile is chosen with --profile" if name == "profile" else
+                                f"; {name} is a parameter of {', '.join(others)}" if equals and others else ""))
         for chapter in selected:
             if name in chapter.parameters:
                 values[chapter.name][name] = chapter.parameters[name].cast(text)

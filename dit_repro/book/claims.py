@@ -5,12 +5,12 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from dit_repro.book.chapters import PROFILES, Chapter, chapters
+from dit_repro.book.chapters import DATA_PARAMETERS, PROFILES, Chapter, chapters
 from dit_repro.book.provenance import code_hash
 from dit_repro.files import atomic_write
 
 CLAIMS_OUTPUT = {"dit_repro": "claims"}        # output metadata: this table is computed again when claims change
-VERDICTS = ("reproduced", "direction only", "not reproduced", "contradicted", "stale", "not run")
+VERDICTS = ("reproduced", "direction only", "undecided", "not reproduced", "contradicted", "stale", "not run")
 SOURCES = {"paper": "DiT paper", "post": "replication post", "lesson": "U-Net lesson",
            "diagnosis": "instability diagnosis", "blog": "unstable-diffusion blog"}
 SCOPES = ("exact", "direction", "arithmetic")
@@ -52,13 +52,23 @@ class Claim:
             raise ValueError(f"claim {self.id}: {problem}")
 
     def holds(self, value) -> bool:
-        """Whether a measured value meets the expectation; bounds are strict, tolerances inclusive."""
+        """Whether a measured value meets the expectation; bounds are strict, tolerances inclusive.
+
+        A bool counts as 0 or 1 where 0 or 1 is expected. ValueError for any other value that is not a number.
+        """
+        if (isinstance(value, bool) and self.expect not in (0, 1)) or not isinstance(value, (bool, int, float)):
+            raise ValueError(f"claim {self.id} expects a number, {self.expectation}, but {self.notebook} records "
+                             f"{self.metric} = {value!r}")
         if self.expect is not None:
             allowed = self.abs_tol if self.abs_tol is not None else self.rel_tol * abs(self.expect)
             return abs(value - self.expect) <= allowed
         if self.between is not None:
             return self.between[0] <= value <= self.between[1]
         return value < self.below if self.below is not None else value > self.above
+
+    @property
+    def one_sided(self) -> bool:
+        return self.below is not None or self.above is not None
 
     @property
     def expectation(self) -> str:
@@ -97,7 +107,11 @@ def load_claims(root: Path) -> list[Claim]:
 
 
 def load_results(root: Path) -> dict[str, list[dict]]:
-    """Harvested results of each chapter, one a profile, each marked stale when the chapter's code has changed since."""
+    """Harvested results of each chapter, one a profile.
+
+    Each is marked `stale` when the chapter's code has changed since, and `changed` holds the parameters that were given
+    another value than the profile's.
+    """
     results = {}
     for chapter in chapters(root):
         current = code_hash(chapter.notebook) if chapter.source.is_file() else None
@@ -105,34 +119,47 @@ def load_results(root: Path) -> dict[str, list[dict]]:
             path = root / "book" / "_results" / f"{chapter.name}.{profile}.json"
             if path.is_file():
                 result = json.loads(path.read_text(encoding="utf-8"))
-                results.setdefault(chapter.name, []).append({**result, "stale": result["code"] != current})
+                stale = result["code"] != current
+                changed = {} if stale else chapter.changed(result["parameters"])
+                results.setdefault(chapter.name, []).append({**result, "stale": stale, "changed": changed})
     return results
 
 
 def judge(claim: Claim, results: list[dict]) -> tuple[str, dict | None]:
-    """The verdict, and the result that decided it: the largest profile that recorded the metric, fresh before stale."""
-    usable = [result for result in results if claim.metric in result["metrics"]
-              and PROFILES.index(result["profile"]) >= PROFILES.index(claim.needs)]
+    """The verdict, and the result that decided it: the largest profile that recorded the metric, fresh before stale.
+
+    A run with changed parameters decides nothing, whatever its profile is called. Of a claim that a value is above or
+    below a bound nothing is decided where the value's interval has the bound inside.
+    """
+    usable = [result for result in results if _is_large_enough(claim, result) and not result["changed"]]
     if not usable:
         return "not run", None
     result = max(usable, key=lambda result: (not result["stale"], PROFILES.index(result["profile"])))
     if result["stale"]:
         return "stale", result
-    if not claim.holds(result["metrics"][claim.metric]["value"]):
+    entry = result["metrics"][claim.metric]
+    if claim.one_sided and len({claim.holds(value) for value in (entry["value"], *entry.get("interval", ()))}) > 1:
+        return "undecided", result
+    if not claim.holds(entry["value"]):
         return ("contradicted" if claim.scope == "arithmetic" else "not reproduced"), result
     return ("direction only" if claim.scope == "direction" else "reproduced"), result
 
 
-def _measured(claim: Claim, result: dict | None) -> str:
+def _is_large_enough(claim: Claim, result: dict) -> bool:
+    return claim.metric in result["metrics"] and PROFILES.index(result["profile"]) >= PROFILES.index(claim.needs)
+
+
+def _measured(claim: Claim, result: dict | None, results: list[dict]) -> str:
     if result is None:
-        return f"needs profile {claim.needs}"
+        ran = next((settings(other["changed"]) for other in results if _is_large_enough(claim, other)), "")
+        return f"needs profile {claim.needs}" + (f"; a run with {ran} decides nothing" if ran else "")
     entry = result["metrics"][claim.metric]
     parts = [f"**{number(entry['value'])}**"]
     if "interval" in entry:
         parts.append(f"[{number(entry['interval'][0])}, {number(entry['interval'][1])}]")
     if "seeds" in entry:
         parts.append(f"{entry['seeds']} seed" + "s" * (entry["seeds"] != 1))
-    parts.append(result["profile"] + (f" on {result['device']}" if "device" in result else ""))
+    parts.append(result["profile"] + (f" on {result['device'].split(',')[0]}" if "device" in result else ""))
     return ", ".join(parts) + (f". {entry['note']}" if "note" in entry else "")
 
 
@@ -140,11 +167,30 @@ def _table(claims: list[Claim], results: list[dict], link=None) -> str:
     lines = ["| claim | source | measured | expected | verdict |", "|---|---|---|---|---|"]
     for claim in claims:
         verdict, result = judge(claim, results)
-        word = f'<span class="verdict {verdict.replace(" ", "-")}">{verdict}</span>'
+        word = _badge(verdict)
         where = link(claim) if link and result else None
-        lines.append(f"| {claim.claim} | {SOURCES[claim.source]}, {claim.place} | {_measured(claim, result)} | "
-                     f"{claim.expectation} | {f'[{word}]({where})' if where else word} |")
+        lines.append(f"| {claim.claim} | {SOURCES[claim.source]}, {claim.place} | "
+                     f"{_measured(claim, result, results)} | {claim.expectation} | "
+                     f"{f'[{word}]({where})' if where else word} |")
     return "\n".join(lines)
+
+
+def _badge(verdict: str) -> str:
+    return f'<span class="verdict {verdict.replace(" ", "-")}">{verdict}</span>'
+
+
+def settings(parameters: dict) -> str:
+    """Parameters as they stand in a sentence."""
+    return ", ".join(f"{name} = {value}" for name, value in parameters.items())
+
+
+def made_with(results: list[dict]) -> str:
+    """A line for each harvested profile of a chapter: on what, from which code, with which data."""
+    return "\n".join(
+        f"- `{result['profile']}` on {result['device']}, commit `{result['commit']}`, package `{result['package']}`"
+        + (f", {settings(given)}" if (given := {name: result["parameters"][name] for name in DATA_PARAMETERS
+                                                 if result["parameters"].get(name)} | result["changed"]) else "")
+        for result in results)
 
 
 def chapter_table(claims: list[Claim], chapter: str, results: list[dict]) -> str:
@@ -155,17 +201,8 @@ def chapter_table(claims: list[Claim], chapter: str, results: list[dict]) -> str
 
 def recording_cells(chapter: Chapter) -> dict[str, str | None]:
     """Metrics that the source records under a literal name, each with the heading of its section."""
-    heading, found = None, {}
-    for cell in chapter.notebook.cells:
-        if cell.cell_type == "markdown":
-            titles = re.findall(r"^#{1,4} +(.+)$", cell.source, re.M)
-            heading = titles[-1] if titles else heading
-        elif cell.cell_type == "code":
-            for call in ast.walk(ast.parse(re.sub(r"^[%!].*$", "", cell.source, flags=re.M))):
-                if isinstance(call, ast.Call) and getattr(call.func, "attr", "") == "record" and call.args \
-                        and isinstance(call.args[0], ast.Constant):
-                    found[call.args[0].value] = heading
-    return found
+    return {call.args[0].value: heading for call, heading in chapter.calls("record")
+            if call.args and isinstance(call.args[0], ast.Constant)}
 
 
 def scoreboard(root: Path, claims: list[Claim], results: dict[str, list[dict]]) -> str:
@@ -175,26 +212,35 @@ def scoreboard(root: Path, claims: list[Claim], results: dict[str, list[dict]]) 
             "<!-- Written by `dit-repro scoreboard`; change claims.yml or harvest a run instead. -->", "",
             "What the sources say, what was measured, and a verdict computed from the two. A claim that holds at a "
             "smaller scale than the source's is marked *direction only*. A verdict links to the section that "
-            "measured it.",
+            "measured it. A run decides a claim only at the profile that the claim needs, or a larger one, and with "
+            "that profile's own settings. A number from older code is *stale*.",
             "", tally(claims, results), ""]
-    for name in sorted({claim.notebook for claim in claims}):
+    names = sorted({claim.notebook for claim in claims})
+    titles = {name: _title(known[name]) if name in known and known[name].source.is_file()
+              else f"{name}, not written yet" for name in names}
+    page += ["| chapter | verdicts |", "|---|---|"]
+    page += [f"| [{titles[name].split(':')[0]}](#{_slug(titles[name])}) | "
+             f"{tally([c for c in claims if c.notebook == name], results)} |" for name in names]
+    page.append("")
+    for name in names:
         chapter = known.get(name)
         sections = recording_cells(chapter) if chapter and chapter.source.is_file() else {}
 
         def link(claim, name=name, sections=sections):
             heading = sections.get(claim.metric)
             return f"{name}.ipynb" + (f"#{_slug(heading)}" if heading else "")
-        title = f"[{_title(chapter)}]({name}.ipynb)" if sections else f"`{name}`, not written yet"
-        page += [f"## {title}", "", _table([c for c in claims if c.notebook == name], results.get(name, []), link), ""]
+        title = f"[{titles[name]}]({name}.ipynb)" if sections else titles[name]
+        mine, found = [c for c in claims if c.notebook == name], results.get(name, [])
+        page += [f"## {title}", "", tally(mine, results), "",
+                 *([made_with(found), ""] if found else []), _table(mine, found, link), ""]
     return "\n".join(page)
 
 
 def tally(claims: list[Claim], results: dict[str, list[dict]]) -> str:
     """How many claims have each verdict, as one line of Markdown."""
     verdicts = [judge(claim, results.get(claim.notebook, []))[0] for claim in claims]
-    counts = [f'**{verdicts.count(verdict)}** <span class="verdict {verdict.replace(" ", "-")}">{verdict}</span>'
-              for verdict in VERDICTS if verdict in verdicts]
-    return f"{len(claims)} claims: " + ", ".join(counts) + "."
+    counts = [f"**{verdicts.count(verdict)}** {_badge(verdict)}" for verdict in VERDICTS if verdict in verdicts]
+    return f"{len(claims)} claim" + "s" * (len(claims) != 1) + ": " + ", ".join(counts) + "."
 
 
 def _title(chapter: Chapter) -> str:

@@ -3,6 +3,8 @@ import base64
 import hashlib
 import html
 import io
+import os
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +12,49 @@ import numpy as np
 
 CARD = "#fcfbf9"       # as in book.mplstyle
 INK = "#26262b"
+MAX_BYTES = 400_000    # of one picture in a page
+
+
+def is_live() -> bool:
+    """Whether a person can use a widget here: in a notebook that is open, not in `dit-repro run`."""
+    if os.environ.get("DIT_REPRO_OUTPUT") or "ipykernel" not in sys.modules:
+        return False
+    from IPython import get_ipython
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+def encode(figure) -> tuple[str, bytes, int]:
+    """Media type and bytes of a matplotlib figure or PIL image, and its width on the page, half its own, in CSS pixels.
+
+    A plot is a PNG. A picture is a PNG or a JPEG, whichever is smaller; one of more than MAX_BYTES is stored smaller.
+    """
+    from PIL import Image
+    is_plot = hasattr(figure, "savefig")
+    if is_plot:
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", metadata={"Software": None})
+        if "matplotlib.pyplot" in sys.modules:
+            sys.modules["matplotlib.pyplot"].close(figure)    # or the inline backend shows it a second time
+        figure = Image.open(buffer)
+    picture = figure.convert("RGB")
+    width = picture.width // 2
+    palette = picture.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+    difference = np.asarray(picture, np.float32) - np.asarray(palette.convert("RGB"), np.float32)
+    exact = np.sqrt(np.square(difference).mean()) < 1      # of 255 levels: looks the same and takes half the bytes
+    png = _save(palette if exact else picture, format="PNG", optimize=True)
+    jpeg = _save(picture, format="JPEG", quality=90, subsampling=0)
+    if len(png) <= (MAX_BYTES if is_plot else min(MAX_BYTES, len(jpeg))):
+        return "image/png", png, width
+    while len(jpeg) > MAX_BYTES:
+        picture = picture.reduce(2)
+        jpeg = _save(picture, format="JPEG", quality=90, subsampling=0)
+    return "image/jpeg", jpeg, width
+
+
+def _save(picture, **options) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, **options)
+    return buffer.getvalue()
 
 
 def sample_grid(images, row_labels, column_labels, size: int = 64):
@@ -65,26 +110,46 @@ def label_lines(axes) -> None:
 
 
 class Filmstrip:
-    """A row of images shown one at a time with step, play and a slider. It works in a page with no kernel.
+    """A row of images shown one at a time with step, play and a slider.
 
-    images: a sequence of (3, H, W) uint8 arrays or tensors, or of PIL images of one size. labels: one text an image.
-    size: width on the page in CSS pixels. Where scripts do not run, all images are shown side by side.
+    It works in a page with no kernel; in a live notebook it is an ipywidget. Where neither runs, all images are shown
+    side by side. images: a sequence of (3, H, W) uint8 arrays or tensors, or of PIL images of one size. labels: one
+    text an image. size: width on the page in CSS pixels. Small images keep their own size and are enlarged by the page.
     """
 
     def __init__(self, images, labels, caption: str = "", size: int = 256):
         from PIL import Image
-        pictures = [image if isinstance(image, Image.Image) else Image.fromarray(_uint8(image).transpose(1, 2, 0))
-                    for image in images]
+        pictures = [image.convert("RGB") if isinstance(image, Image.Image)
+                    else Image.fromarray(_uint8(image).transpose(1, 2, 0)) for image in images]
         if not pictures or len(pictures) != len(labels):
             raise ValueError(f"filmstrip: {len(pictures)} images and {len(labels)} labels; give one label an image")
-        self._frames = [(str(label), _png(picture)) for label, picture in zip(labels, pictures, strict=True)]
-        self._caption, self._size = caption, size
+        for picture in pictures:
+            picture.thumbnail((2 * size, 100_000))       # a page shows no more
+        texts = [html.escape(str(label)) for label in labels]
+        self._frames = [
+            f'<figure style="margin: 0"><img src="data:image/webp;base64,{_webp(picture)}" alt="{text}" width="{size}" '
+            f'style="image-rendering: pixelated"><figcaption>{text}</figcaption></figure>'
+            for text, picture in zip(texts, pictures, strict=True)]
+        self._caption = caption
+
+    def widget(self):
+        """The strip as ipywidgets: a play button and a slider, its second child, whose `value` is the image shown."""
+        import ipywidgets
+        last = len(self._frames) - 1
+        play = ipywidgets.Play(max=last, interval=600)
+        slider = ipywidgets.IntSlider(max=last, description="image")
+        frame = ipywidgets.HTML(self._frames[0])
+        ipywidgets.jslink((play, "value"), (slider, "value"))
+        slider.observe(lambda change: setattr(frame, "value", self._frames[change["new"]]), "value")
+        return ipywidgets.VBox([play, slider, frame, ipywidgets.HTML(html.escape(self._caption))])
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        view = "application/vnd.jupyter.widget-view+json"      # a front end without widgets takes the HTML beside it
+        return {view: self.widget()._repr_mimebundle_()[view]} if is_live() else {}
 
     def _repr_html_(self) -> str:
-        identity = "film-" + hashlib.sha256(repr((self._frames, self._caption, self._size)).encode()).hexdigest()[:12]
-        frames = "".join(f'<figure><img src="data:image/png;base64,{data}" alt="{html.escape(label)}" '
-                         f'width="{self._size}"><figcaption>{html.escape(label)}</figcaption></figure>'
-                         for label, data in self._frames)
+        identity = "film-" + hashlib.sha256(repr((self._frames, self._caption)).encode()).hexdigest()[:12]
+        frames = "".join(self._frames)
         page = (Path(__file__).parent / "filmstrip.html").read_text(encoding="utf-8")
         for field, text in {"ID": identity, "FRAMES": frames, "CAPTION": html.escape(self._caption),
                             "LAST": str(len(self._frames) - 1)}.items():
@@ -92,7 +157,7 @@ class Filmstrip:
         return page
 
     def __repr__(self) -> str:
-        return f"filmstrip of {len(self._frames)} images: {self._frames[0][0]} ... {self._frames[-1][0]}"
+        return f"filmstrip of {len(self._frames)} images. {self._caption}"
 
 
 def _uint8(images) -> np.ndarray:
@@ -102,10 +167,10 @@ def _uint8(images) -> np.ndarray:
     return array
 
 
-def _png(picture) -> str:
-    buffer = io.BytesIO()
-    picture.save(buffer, format="PNG", optimize=True)
-    return base64.b64encode(buffer.getvalue()).decode()
+def _webp(picture) -> str:
+    """Base64 of the picture, lossless where that is smaller: plots are, photographs are not."""
+    kinds = [_save(picture, format="WEBP", method=6, **options) for options in ({"lossless": True}, {"quality": 90})]
+    return base64.b64encode(min(kinds, key=len)).decode()
 
 
 @cache

@@ -7,9 +7,9 @@ from pathlib import Path
 from dit_repro.book import claims as scores
 from dit_repro.book.chapters import Chapter, chapters
 from dit_repro.book.lint import notebook_problems, outputs_hash
-from dit_repro.book.provenance import code_hash, digest, portable
+from dit_repro.book.provenance import code_hash, digest, portable, sealed
 from dit_repro.book.run import read_status
-from dit_repro.files import atomic_write, write_json
+from dit_repro.files import atomic_write, sha256, write_json
 
 
 def harvest(root: Path, run: Path, results_only: bool = False) -> list[str]:
@@ -67,9 +67,8 @@ def published(chapter: Chapter, run: Path):
                 alt = alt or (metadata.get("alt") if isinstance(metadata, dict) else None)
         if alt:      # where Jupyter Book looks for the text that a screen reader speaks
             cell.metadata["mystnb"] = {**cell.metadata.get("mystnb", {}), "image": {"alt": alt}}
-    if "widgets" in executed.metadata:
-        notebook.metadata["widgets"] = executed.metadata.widgets
-    notebook.metadata["dit_repro"] = {**_stamp(run), "outputs": outputs_hash(notebook), "seconds": status["seconds"]}
+    notebook.metadata["dit_repro"] = sealed({**_stamp(run), "outputs": outputs_hash(notebook),
+                                             "seconds": status["seconds"]})
     return notebook
 
 
@@ -90,12 +89,11 @@ def unexecuted(chapter: Chapter):
 
 
 def _write_pair(chapter: Chapter, notebook) -> None:
-    """Write book/NN_name.ipynb. The old stamp stays when only seconds differ, so an equal run leaves equal bytes."""
+    """Write book/NN_name.ipynb. The old stamp stays when only time and commit differ: an equal run, equal bytes."""
     import nbformat
-    made = notebook.metadata["dit_repro"]
     if chapter.pair.is_file():
         old = nbformat.read(chapter.pair, 4).metadata.get("dit_repro", {})
-        if {**old, "seconds": made["seconds"], "commit": made["commit"]} == made:
+        if _same(old, notebook.metadata["dit_repro"]):
             notebook.metadata["dit_repro"] = old
     with atomic_write(chapter.pair) as file:
         file.write(nbformat.writes(notebook) + "\n")
@@ -104,11 +102,9 @@ def _write_pair(chapter: Chapter, notebook) -> None:
 def _publish_results(root: Path, chapter: Chapter, run: Path) -> None:
     made = _stamp(run)
     path = root / "book" / "_results" / f"{chapter.name}.{made['profile']}.json"
-    metrics = _results(run)["metrics"]
-    results = {**made, "metrics": metrics, "digest": digest(metrics)}
-    if path.is_file() and {**json.loads(path.read_text(encoding="utf-8")), "commit": made["commit"]} == results:
-        return
-    write_json(path, results)
+    results = {**made, "metrics": _results(run)["metrics"]}
+    if not path.is_file() or not _same(json.loads(path.read_text(encoding="utf-8")), results):
+        write_json(path, sealed(results))
 
 
 def _publish_figures(root: Path, chapter: Chapter, run: Path) -> None:
@@ -116,10 +112,20 @@ def _publish_figures(root: Path, chapter: Chapter, run: Path) -> None:
     for name, figure in _results(run)["figures"].items():
         if figure["export"]:
             (root / "figures").mkdir(exist_ok=True)
-            shutil.copyfile(run / "figures" / figure["file"], root / "figures" / figure["file"])
-            write_json(root / "figures" / f"{name}.json", {
-                "notebook": f"book/{chapter.name}.ipynb", "caption": figure["caption"], "alt": figure["alt"],
-                **{key: made[key] for key in ("code", "package", "profile", "device")}})
+            for old in (root / "figures").glob(f"{name}.*"):     # it may have had the other format
+                old.unlink()
+            picture = shutil.copyfile(run / "figures" / figure["file"], root / "figures" / figure["file"])
+            write_json(root / "figures" / f"{name}.json", sealed({
+                "notebook": f"book/{chapter.name}.ipynb", "file": picture.name, "sha256": sha256(picture),
+                "caption": figure["caption"], "alt": figure["alt"],
+                **{key: made[key] for key in ("code", "package", "profile", "device")}}))
+
+
+def _same(old: dict, new: dict) -> bool:
+    """Whether two records of runs differ in nothing but when they were made."""
+    old, new = ({name: value for name, value in record.items() if name not in ("seconds", "commit", "digest")}
+                for record in (old, new))
+    return old == new
 
 
 def _stamp(run: Path) -> dict:

@@ -1,16 +1,22 @@
 """Checks on the committed book that take seconds and no torch: pairs, stamps, outputs, parameters, claims."""
+import ast
 import getpass
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from dit_repro.book.chapters import Chapter, chapters, toc_files
-from dit_repro.book.claims import CLAIMS_OUTPUT, load_claims, load_results, recording_cells, update
-from dit_repro.book.provenance import code_hash, digest, package_hash
+from dit_repro.book.claims import CLAIMS_OUTPUT, load_claims, load_results, recording_cells, settings, update
+from dit_repro.book.provenance import code_hash, digest, package_hash, sealed
+from dit_repro.files import sha256
 
 MAX_BYTES, AIM_BYTES, MAX_LINES = 1_500_000, 500_000, 25
-_PATH = re.compile(r"(?<![\w.:/])/(?:home|Users|root|tmp|mnt|media|data|work|scratch|var|opt|usr|private|content)/"
-                   r"[\w.-]+|\b[A-Z]:\\\w+")
+# /a/b, wherever it is mounted, but not in a URL, a word or a formula; file:///a; C:\\a\\b.
+_PATH = re.compile(r"(?<![\w.:/})\]])/[A-Za-z_][\w.-]*/[\w.-]+|\bfile:/+\S+|\b[A-Z]:(?:\\+|/)(?:Users\b|[\w.-]+[\\/])")
+_EMBEDDED = re.compile(r"base64,[\w+/=]+")                  # holds slashes, but no path
+_REFERENCE = re.compile(r"\[([^\]]*)\]\(#fig-([\w-]+)\)")
+_CAPTION = re.compile(r'<a id="fig-([\w-]+)"></a>\*\*Figure ([\d.]+)\.\*\*')
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,9 @@ def lint(root: Path) -> list[Problem]:
                 return [*problems, Problem("a chapter or its imports", str(error))]
     for chapter in listed:
         if chapter.source.is_file():
-            problems += source_problems(chapter)
+            if broken := source_problems(chapter):      # first things first
+                problems += broken
+                continue
             if not chapter.pair.is_file():
                 problems.append(Problem(chapter.name, "has no .ipynb; run it and harvest the run"))
                 continue
@@ -71,6 +79,14 @@ def source_problems(chapter: Chapter) -> list[Problem]:
         problem("`run = start(globals())` must follow the parameters cell")
     if not chapter.notebook.cells[0].source.startswith("# "):
         problem("the first cell must be Markdown that opens with the title")
+    names = [call.args[2] if len(call.args) > 2 else next((k.value for k in call.keywords if k.arg == "name"), None)
+             for call, _ in chapter.calls("figure")]
+    if all(isinstance(name, ast.Constant) for name in names):
+        known = {name.value for name in names}
+        for cell in chapter.notebook.cells:
+            for _, name in _REFERENCE.findall(cell.source):
+                if name not in known:
+                    problem(f"refers to #fig-{name}; the chapter's figures are {', '.join(sorted(known)) or 'none'}")
     for index, cell in enumerate(code, 1):
         if len(cell.source.splitlines()) > MAX_LINES:
             problem(f"code cell {index} has more than {MAX_LINES} lines; move definitions into dit_repro")
@@ -96,24 +112,30 @@ def notebook_problems(chapter: Chapter, notebook) -> list[Problem]:
         return problems
     if made["code"] != code_hash(chapter.notebook):
         problem("STALE: its outputs were made by other code than the source; run it again and harvest")
+    elif changed := chapter.changed(made["parameters"]):
+        problem(f"was run with {settings(changed)}, not with its profile's own settings, so it decides no claim", False)
     if made["outputs"] != outputs_hash(notebook):
         problem("its outputs were changed by hand after the run; harvest the run again")
+    if made != sealed(made):
+        problem("its stamp (profile, parameters, device ...) was changed by hand; harvest the run again")
     if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
         problem("its cells were not run once each, in order")
     if made["package"] != package_hash(chapter.source):
         problem("was made with another version of dit_repro; run it again before publishing", is_error=False)
-    states = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {}).get("state", {})
+    if "widgets" in notebook.metadata:
+        problem("holds widget state, which changes with every run; harvest the run again")
+    problems += _reference_problems(chapter, notebook)
     for index, output in ((index, output) for index, cell in enumerate(code, 1) for output in cell.outputs):
         where = f"code cell {index} "
         if output.output_type == "error":
             problem(where + f"ends in an error: {output.ename}")
         elif output.output_type == "stream" and output.name == "stderr":
             problem(where + f"writes to stderr: {output.text.strip()[:80]!r}")
-        view = output.get("data", {}).get("application/vnd.jupyter.widget-view+json")
-        if view and view["model_id"] not in states:
-            problem(where + "shows a widget whose state was not saved; it would vanish from the page")
-        text = "\n".join([output.get("text", ""), *(str(value) for mime, value in output.get("data", {}).items()
-                                                    if mime.startswith("text/"))])
+        if "application/vnd.jupyter.widget-view+json" in output.get("data", {}):
+            problem(where + "shows a widget, which is dead in a page: show a Filmstrip or a figure there, and the "
+                    "widget only `if run.live`")
+        text = "\n".join([output.get("text", ""), *(_EMBEDDED.sub("", str(value)) for mime, value
+                                                    in output.get("data", {}).items() if mime[:6] != "image/")])
         if found := _PATH.search(text):
             problem(where + f"shows a path of one machine: {found[0]}")
         user = getpass.getuser()
@@ -122,23 +144,70 @@ def notebook_problems(chapter: Chapter, notebook) -> list[Problem]:
     return problems
 
 
+def _reference_problems(chapter: Chapter, notebook) -> list[Problem]:
+    """References to figures that the run did not show, or showed under another number."""
+    texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
+    texts += [output.data["text/markdown"] for cell in notebook.cells for output in cell.get("outputs", ())
+              if "text/markdown" in output.get("data", {})]
+    labels = dict(_CAPTION.findall("\n".join(texts)))
+    problems = []
+    for text, name in _REFERENCE.findall("\n".join(texts)):
+        said = re.findall(r"\d+\.\d+", text)
+        if name not in labels:
+            problems.append(Problem(chapter.pair.name, f"refers to #fig-{name}, which no output shows"))
+        elif said not in ([], [labels[name]]):
+            problems.append(Problem(chapter.pair.name, f"says {text!r} of #fig-{name}, which is figure {labels[name]}"))
+    return problems
+
+
 def claim_problems(root: Path) -> list[Problem]:
     """Claims that no notebook can decide, and pages that do not say what the results say."""
     try:
-        claims = load_claims(root)
+        claims, results = load_claims(root), load_results(root)
     except ValueError as error:
-        return [Problem("claims.yml", str(error))]
-    problems, results = [], load_results(root)
+        return [Problem("claims", str(error))]
+    problems = []
     for chapter in chapters(root):
-        problems += [Problem(f"_results/{chapter.name}.{result['profile']}.json", "was changed by hand; harvest again")
-                     for result in results.get(chapter.name, []) if result["digest"] != digest(result["metrics"])]
+        for path in sorted((root / "book" / "_results").glob(f"{chapter.name}.*.json")):
+            problems += result_problems(path, chapter)
         if not chapter.source.is_file():
             continue
         recorded = set(recording_cells(chapter)) | {
             name for result in results.get(chapter.name, []) for name in result["metrics"]}
         problems += [Problem("claims.yml", f"{claim.id}: {chapter.name} never records {claim.metric}")
                      for claim in claims if claim.notebook == chapter.name and claim.metric not in recorded]
-    return problems + [Problem(page, "out of date; run `dit-repro scoreboard`") for page in update(root, check=True)]
+    try:
+        problems += [Problem(page, "out of date; run `dit-repro scoreboard`") for page in update(root, check=True)]
+    except ValueError as error:
+        problems.append(Problem("claims.yml", str(error)))
+    return problems + picture_problems(root)
+
+
+def result_problems(path: Path, chapter: Chapter) -> list[Problem]:
+    """Whether one file of recorded numbers is as the run left it, and which package made it."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    where = f"_results/{path.name}"
+    if result != sealed(result) or path.stem != f"{chapter.name}.{result['profile']}":
+        return [Problem(where, "was changed by hand; harvest again")]
+    if chapter.source.is_file() and result["package"] != package_hash(chapter.source):
+        return [Problem(where, f"was measured at commit {result['commit']} with another version of dit_repro; run it "
+                        "again before you rely on it", is_error=False)]
+    return []
+
+
+def picture_problems(root: Path) -> list[Problem]:
+    """Whether every picture in figures/ is the one its run made, and every picture shown on the first pages exists."""
+    problems = []
+    for note in sorted((root / "figures").glob("*.json")):
+        made = json.loads(note.read_text(encoding="utf-8"))
+        picture = root / "figures" / made.get("file", "")
+        if made != sealed(made) or not picture.is_file() or sha256(picture) != made["sha256"]:
+            problems.append(Problem(f"figures/{note.name}", "it or its picture was changed by hand; harvest again"))
+    for page in (root / "README.md", root / "book" / "index.md"):
+        for link in re.findall(r"\]\(([\w./-]*figures/[\w.-]+)\)", page.read_text("utf-8")) if page.is_file() else ():
+            if not (page.parent / link).is_file():
+                problems.append(Problem(page.name, f"shows {link}, which does not exist"))
+    return problems
 
 
 def outputs_hash(notebook) -> str:

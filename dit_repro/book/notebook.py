@@ -1,17 +1,17 @@
 """What a notebook calls: provenance, recorded numbers, prose filled from them, figures and verdicts."""
 import base64
 import html
-import io
 import math
 import os
 import re
-import sys
+from functools import cached_property
 from pathlib import Path
 
 from dit_repro.book import provenance
+from dit_repro.book.chapters import Chapter
+from dit_repro.book.figures import encode, is_live
 from dit_repro.files import atomic_write, project_root, workspace, write_json
 
-MAX_FIGURE_BYTES = 400_000
 # {name}, {name.low} or {name:.2f}; not \frac{a}, x_{t}, ^{2}, {eq}`label` nor a fenced ```{note}
 _FIELD = re.compile(r"(?<![\w\\^}`])\{([A-Za-z]\w*)(?:\.(low|high))?(?::([^{}]*))?\}(?!`)")
 
@@ -38,18 +38,32 @@ class Run:
         self._results = {"metrics": {}, "figures": {}}
         self._figures_shown = {}
 
+    @property
+    def live(self) -> bool:
+        """Whether somebody is at the notebook, so that a widget is of use; a page shows only what needs no kernel."""
+        return is_live()
+
+    @cached_property
+    def _claims(self) -> list:
+        from dit_repro.book.claims import load_claims
+        return [claim for claim in load_claims(project_root()) if claim.notebook == self.chapter]
+
     def record(self, name: str, value, seeds=None, interval=None, note: str | None = None) -> None:
         """Keep a measured value under `name`, for prose, claims and the scoreboard.
 
         value: a number, a bool or a string; a tensor or array of one element is read out. seeds: the list of seeds, or
         how many. interval: (low, high) around the value, in its unit. Raises ValueError for a value that is not finite,
-        an interval that does not hold it, and in a batch run for a name recorded twice.
+        an interval that does not hold it, for a value that cannot decide a claim about `name`, and in a batch run for a
+        name recorded twice.
         """
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             raise ValueError(f"metric name {name!r}: use lower-case letters, digits and _")
         if self._once and name in self._results["metrics"]:
             raise ValueError(f"{name} is already recorded in this run; give the second value its own name")
         entry = {"value": _plain(name, value)}
+        for claim in self._claims:
+            if claim.metric == name:
+                claim.holds(entry["value"])
         if seeds is not None:
             entry["seeds"] = seeds if isinstance(seeds, int) else len(list(seeds))
         if interval is not None:
@@ -90,19 +104,17 @@ class Run:
         display({"text/markdown": text, "text/plain": text}, raw=True)
 
     def figure(self, figure, caption: str, name: str, alt: str | None = None, export: bool = False) -> None:
-        """Show a matplotlib figure as PNG or a PIL image as JPEG, numbered, with its caption under it.
+        """Show a matplotlib figure or a PIL image, numbered, with its caption under it.
 
-        caption and alt may hold {name} fields. name: a slug, unique in the chapter. export: also publish the picture to
-        figures/ when the run is harvested. Raises ValueError when the picture is too large for a page.
+        caption and alt may hold {name} fields. name: a slug, unique in the chapter; prose refers to the figure with
+        `[figure 3.1](#fig-name)`, and lint checks the name and the number. export: also publish the picture to figures/
+        when the run is harvested. A picture too large for a page is stored smaller.
         """
         from IPython.display import display
         if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
             raise ValueError(f"figure name {name!r}: use lower-case letters, digits and -")
         caption, alt = self.fill(caption), self.fill(alt or caption)
-        mime, data, width = _encode(figure)
-        if len(data) > MAX_FIGURE_BYTES:
-            raise ValueError(f"figure {name} takes {len(data):,} bytes, at most {MAX_FIGURE_BYTES:,}: "
-                             "show fewer or smaller images, or a PIL image instead of a plot of one")
+        mime, data, width = encode(figure)
         number = self._figures_shown.setdefault(name, len(self._figures_shown) + 1)
         label = f"{int(self.chapter[:2])}.{number}" if self.chapter[:2].isdigit() else str(number)
         suffix = {"image/png": ".png", "image/jpeg": ".jpg"}[mime]
@@ -113,15 +125,17 @@ class Run:
         display({mime: base64.b64encode(data).decode(), "text/plain": alt}, raw=True,
                 metadata={mime: {"width": width, "alt": alt}})
         text = f"**Figure {label}.** {caption}"
-        display({"text/markdown": text, "text/plain": text}, raw=True)
+        display({"text/markdown": f'<a id="fig-{name}"></a>{text}', "text/plain": text}, raw=True)
 
     def claims(self) -> None:
         """Show this chapter's claims with verdicts computed from what this run recorded."""
         from IPython.display import display
 
-        from dit_repro.book.claims import CLAIMS_OUTPUT, chapter_table, load_claims
-        text = chapter_table(load_claims(project_root()), self.chapter,
-                             [{"profile": self.profile_name, "stale": False, "metrics": self._results["metrics"]}])
+        from dit_repro.book.claims import CLAIMS_OUTPUT, chapter_table
+        source = project_root() / "book" / f"{self.chapter}.py"
+        changed = Chapter(source).changed(self.parameters) if source.is_file() else {}
+        text = chapter_table(self._claims, self.chapter, [{
+            "profile": self.profile_name, "stale": False, "changed": changed, "metrics": self._results["metrics"]}])
         display({"text/markdown": text, "text/plain": text}, raw=True, metadata=CLAIMS_OUTPUT)
 
     def _save(self) -> None:
@@ -170,21 +184,3 @@ def _plain(name: str, value):
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{name} = {value}: record a finite number; say in a note that the quantity diverged")
     return value
-
-
-def _encode(figure) -> tuple[str, bytes, int]:
-    """Media type, bytes, and width on the page in CSS pixels, half the width of the picture."""
-    buffer = io.BytesIO()
-    if hasattr(figure, "savefig"):
-        figure.savefig(buffer, format="png", metadata={"Software": None})
-        if "matplotlib.pyplot" in sys.modules:
-            sys.modules["matplotlib.pyplot"].close(figure)    # or the inline backend shows it a second time
-        from PIL import Image
-        picture, buffer = Image.open(buffer).convert("RGB"), io.BytesIO()
-        width = picture.width // 2
-        if picture.getcolors(4096):     # a plot: 256 colors look the same and take half the bytes; photographs keep all
-            picture = picture.quantize(256, Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
-        picture.save(buffer, format="PNG", optimize=True)
-        return "image/png", buffer.getvalue(), width
-    figure.convert("RGB").save(buffer, format="JPEG", quality=90, subsampling=0)
-    return "image/jpeg", buffer.getvalue(), figure.width // 2

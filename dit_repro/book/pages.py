@@ -9,8 +9,8 @@ from dit_repro.book.chapters import chapters
 from dit_repro.book.harvest import publish, unexecuted
 from dit_repro.files import workspace
 
-# Everything the pages would load from a CDN, by npm package and the files wanted from it.
-VENDOR = {"mathjax@3.2.2": ["es5/tex-svg-full.js"], "@jupyter-widgets/html-manager@1.0.15": ["dist/embed.js"]}
+# All that the pages would load from a CDN: one npm package and the file wanted from it. No page holds a widget.
+MATHJAX, MATHJAX_FILE = "mathjax@3.2.2", "es5/tex-svg-full.js"
 
 
 def build_pages(root: Path, run: Path | None = None, offline: bool = False, strict: bool = True) -> Path:
@@ -32,11 +32,14 @@ def build_pages(root: Path, run: Path | None = None, offline: bool = False, stri
     for chapter in chapters(source):
         if chapter.source.is_file() and not chapter.pair.is_file():     # so that links to it lead somewhere
             nbformat.write(unexecuted(chapter), chapter.pair)
+    downloads = {path.name: path.read_bytes() for path in (source / "book").glob("*.ipynb")}
+    for name in downloads:
+        _link_figures(source / "book" / name)
     config = yaml.safe_load((root / "_config.yml").read_text(encoding="utf-8"))
     options = config["sphinx"]["config"]
     options["html_theme_options"].update(repository_buttons(root))
     if offline:
-        options.update(_vendor(source / "book" / "_static" / "vendor"))
+        options.update(_local_mathjax(source / "book" / "_static" / "vendor"))
     (source / "_config.yml").write_text(yaml.safe_dump(config), encoding="utf-8")
     command = [sys.executable, "-c", "from jupyter_book.cli.main import main; main()", "build", source, "--all", "-q",
                "--path-output", root, *(["-W", "-n", "--keep-going"] if strict else [])]
@@ -44,6 +47,11 @@ def build_pages(root: Path, run: Path | None = None, offline: bool = False, stri
     index = root / "_build" / "html" / "index.html"
     if done.returncode or not index.is_file():
         raise RuntimeError("the pages could not be built:\n" + (done.stdout + done.stderr)[-4000:])
+    for name, content in downloads.items():
+        (index.parent / "_sources" / "book" / name).write_bytes(content)
+    for page in (index.parent / "book").glob("*.html"):     # "edit this page" leads to what people write
+        text = re.sub(r'(/edit/[^"]*/\d\d_\w+)\.ipynb"', r'\1.py"', page.read_text(encoding="utf-8"))
+        page.write_text(re.sub(r'(/edit/[^"]*/)scoreboard\.md"', r'\1claims.yml"', text), encoding="utf-8")
     return index
 
 
@@ -60,26 +68,31 @@ def repository_buttons(root: Path) -> dict:
             "use_repository_button": True, "use_edit_page_button": True, "path_to_docs": "."}
 
 
-def _vendor(folder: Path) -> dict:
-    """Put the scripts of VENDOR into `folder` and return the Sphinx options that use them. npm fetches each once."""
+def _local_mathjax(folder: Path) -> dict:
+    """Put MathJax into `folder` and return the Sphinx option that uses it. npm fetches it once."""
     cache = workspace() / "vendor"
-    for package, files in VENDOR.items():
-        kept = cache / package.replace("/", "-")
-        if not kept.is_dir():
-            if not shutil.which("npm"):
-                raise FileNotFoundError(f"offline pages need {package}, and npm to fetch it once; install Node.js")
-            partial = kept.with_suffix(".part")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            fetched = subprocess.run(["npm", "pack", "--silent", package], cwd=partial, capture_output=True, text=True)
-            if fetched.returncode:
-                raise RuntimeError(f"npm could not fetch {package}, which offline pages need once: {fetched.stderr}")
-            shutil.unpack_archive(next(partial.glob("*.tgz")), partial, filter="data")
-            partial.rename(kept)
-        for file in files:
-            target = folder / Path(file).name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(kept / "package" / file, target)
-            for font in (kept / "package" / file).parent.glob("*.woff2"):
-                shutil.copy(font, target.parent)
-    return {"mathjax_path": "vendor/tex-svg-full.js", "nb_ipywidgets_js": {"vendor/embed.js": {}}}
+    kept = cache / MATHJAX
+    if not kept.is_dir():
+        if not shutil.which("npm"):
+            raise FileNotFoundError(f"offline pages need {MATHJAX}, and npm to fetch it once; install Node.js")
+        partial = kept.with_suffix(".part")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        fetched = subprocess.run(["npm", "pack", "--silent", MATHJAX], cwd=partial, capture_output=True, text=True)
+        if fetched.returncode:
+            raise RuntimeError(f"npm could not fetch {MATHJAX}, which offline pages need once: {fetched.stderr}")
+        shutil.unpack_archive(next(partial.glob("*.tgz")), partial, filter="data")
+        partial.rename(kept)
+    folder.mkdir(parents=True, exist_ok=True)
+    target = shutil.copy(kept / "package" / MATHJAX_FILE, folder)
+    return {"mathjax_path": f"vendor/{Path(target).name}"}
+
+
+def _link_figures(pair: Path) -> None:
+    """Turn the anchor before each caption, which GitHub hides, into a target that the strict build checks links to."""
+    import nbformat
+    notebook = nbformat.read(pair, 4)
+    for data in (output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", ())):
+        if "text/markdown" in data:
+            data["text/markdown"] = re.sub(r'<a id="(fig-[\w-]+)"></a>', r"(\1)=\n", data["text/markdown"])
+    nbformat.write(notebook, pair)

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 # Files of the package that cannot change what a notebook computes or draws.
@@ -18,6 +19,12 @@ _MACHINERY = {f"book/{name}.py" for name in ("run", "harvest", "lint", "claims",
 def digest(value) -> str:
     """First 16 hexadecimal digits of the SHA-256 of `value` as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def sealed(record: dict) -> dict:
+    """`record` with a digest over all of it, so that a change by hand shows."""
+    content = {name: value for name, value in record.items() if name != "digest"}
+    return {**content, "digest": digest(content)}
 
 
 def code_hash(notebook) -> str:
@@ -39,12 +46,30 @@ def package_hash(source: Path) -> str:
             pending.append(file)
     data = {path for folder in {file.parent for file in files} - {root} for path in folder.rglob("*")
             if path.is_file() and path.suffix not in (".py", ".pyc")}
-    return digest([[path.relative_to(root).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()]
-                   for path in sorted(files | data)])
+    return digest([[path.relative_to(root).as_posix(), _sha256(*_version(path))] for path in sorted(files | data)])
+
+
+def _version(path: Path) -> tuple:
+    status = path.stat()
+    return path, status.st_mtime_ns, status.st_size
+
+
+@cache
+def _sha256(path: Path, modified: int, size: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _imported_files(root: Path, source: Path) -> set[Path]:
     """Files of the package named by the imports of one Python file, wherever in it they stand."""
+    modules = _imported_modules(root, *_version(source))
+    files = {module.with_suffix(".py") for module in modules}
+    files |= {folder / "__init__.py" for module in modules for folder in (module, *module.parents)}
+    return {file for file in files if file.is_file() and root in file.parents
+            and file.relative_to(root).as_posix() not in _MACHINERY}
+
+
+@cache
+def _imported_modules(root: Path, source: Path, modified: int, size: int) -> set[Path]:
     modules = set()
     try:
         tree = ast.parse(source.read_text(encoding="utf-8"))
@@ -57,11 +82,7 @@ def _imported_files(root: Path, source: Path) -> set[Path]:
             start = source.parents[node.level - 1] if node.level else root.parent
             module = start.joinpath(*(node.module or "").split("."))
             modules |= {module, *(module / alias.name for alias in node.names)}
-    modules = {module for module in modules if root in (module, *module.parents)}
-    files = {module.with_suffix(".py") for module in modules}
-    files |= {folder / "__init__.py" for module in modules for folder in (module, *module.parents)}
-    return {file for file in files if file.is_file() and root in file.parents
-            and file.relative_to(root).as_posix() not in _MACHINERY}
+    return {module for module in modules if root in (module, *module.parents)}
 
 
 def portable(parameters: dict) -> dict:

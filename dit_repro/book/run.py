@@ -2,14 +2,16 @@
 import json
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dit_repro.book import provenance
-from dit_repro.book.chapters import Chapter, cast_parameters, select_chapters
+from dit_repro.book.chapters import DATA_PARAMETERS, Chapter, cast_parameters, chapters, select_chapters
 from dit_repro.files import write_json
 
 CELL_SECONDS = {"smoke": 300, "laptop": 1800, "gpu": 3600, "paper": None}    # time limit of one cell; None is no limit
@@ -21,16 +23,21 @@ def run_book(root: Path, wanted=(), profile: str = "laptop", overrides=(), timeo
 
     overrides: "key=value" texts. timeout: seconds a cell may take, 0 for no limit, None for the profile's limit. A
     chapter whose code, package, versions, device, profile and parameters have a good run already is copied from it,
-    unless `fresh`. Raises RuntimeError, after all chapters were tried, when one did not run to its end.
+    unless `fresh`. Raises RuntimeError, after all chapters were tried, when one did not run to its end, and
+    KeyboardInterrupt, saying what is kept, on Ctrl-C or SIGTERM.
     """
     selected = select_chapters(root, wanted)
-    parameters = cast_parameters(selected, profile, overrides)
+    parameters = cast_parameters(selected, profile, overrides, chapters(root))
+    for values in parameters.values():
+        _locate_data(values)
     stamps = {chapter.name: stamp(root, chapter, parameters[chapter.name]) for chapter in selected}
     folder = _new_folder(root, profile)
     status = {"state": "running", "profile": profile, "overrides": list(overrides),
               "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "python": sys.executable, "chapters": {}}
+    before = _sigterm(_stop)
     try:
         for chapter in selected:
+            status["chapters"][chapter.name] = "interrupted"      # until it is over
             made = None if fresh else find_run(root, chapter.name, stamps[chapter.name])
             if made:
                 shutil.copytree(made, folder / chapter.name)
@@ -43,16 +50,52 @@ def run_book(root: Path, wanted=(), profile: str = "laptop", overrides=(), timeo
             write_json(folder / "status.json", status)
         failed = [name for name, state in status["chapters"].items() if state != "ok"]
         status["state"] = "failed" if failed else "ok"
-    except BaseException:
+    except KeyboardInterrupt:
         status["state"] = "interrupted"
+        kept = ["latents and training steps (a training goes on by itself)", f"what {chapter.name} showed so far"]
+        kept = [name for name, state in status["chapters"].items() if state == "ok"] + kept
+        raise KeyboardInterrupt(f"stopped in {chapter.name}; kept are {', '.join(kept)}, in {folder}. The same command "
+                                "goes on; finished chapters are not run again") from None
+    except BaseException:
+        status["state"] = "failed"
         raise
     finally:
+        _sigterm(before)
         write_json(folder / "status.json", status)
     if failed:
         reasons = [f"{name}: {read_status(folder / name)['error']}" for name in failed]
-        raise RuntimeError(f"{len(failed)} of {len(selected)} chapters failed; their notebooks are kept in {folder}\n  "
-                           + "\n  ".join(reasons))
+        raise RuntimeError(f"{len(failed)} of {len(selected)} chapters failed; notebooks and logs are kept in {folder}"
+                           + "".join(f"\n  {reason}" for reason in reasons))
     return folder
+
+
+def _stop(signal_number, frame):
+    raise KeyboardInterrupt
+
+
+def _sigterm(handler):
+    """Install `handler` for SIGTERM and return the one before; signals are for the main thread only."""
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        return signal.signal(signal.SIGTERM, handler)
+    return None
+
+
+def _locate_data(values: dict) -> None:
+    """Make paths of the user's folder absolute, since a kernel works in book/; FileNotFoundError before any starts."""
+    for name in DATA_PARAMETERS:
+        if not (value := values.get(name)) or value == "embedded":
+            continue
+        path = Path(value).expanduser().absolute()
+        if path.is_dir():
+            values[name] = str(path)
+        if name == "data" and not (any(path.glob("*-images-idx3-ubyte*"))
+                                   or ((path / "train").is_dir() and (path / "val").is_dir())):
+            raise FileNotFoundError(f"data={value}: expected a folder with the four Fashion-MNIST IDX files, or with "
+                                    "train/ and val/ that hold a folder for each class (ImageNet's layout); "
+                                    + ("found neither there" if path.is_dir() else "there is no such folder"))
+        if name == "autoencoder" and value[0] in "/.~" and not path.is_dir():
+            raise FileNotFoundError(f"autoencoder={value}: no such folder; expected a folder with config.json and "
+                                    'weights as diffusers saves them, or a name such as "stabilityai/sd-vae-ft-ema"')
 
 
 def stamp(root: Path, chapter: Chapter, parameters: dict) -> dict:
@@ -97,24 +140,47 @@ def _run_chapter(root: Path, chapter: Chapter, parameters: dict, made_with: dict
         source = nbformat.v4.new_notebook(cells=chapter.notebook.cells, metadata={
             "kernelspec": {"name": "python3", "language": "python", "display_name": "Python 3 (ipykernel)"}})
         nbformat.write(source, output / "notebook.ipynb")
-        with _kernel_environment(output, progress), open(output / "log.txt", "w", encoding="utf-8") as log, \
+        with _kernel_environment(output, progress), open(output / "log.txt", "w", 1, "utf-8") as log, \
                 _follow(output / "notebook.ipynb", progress, began, usual, echo):
-            papermill.execute_notebook(
+            _until_done_or_stopped(output, lambda: papermill.execute_notebook(
                 output / "notebook.ipynb", output / "notebook.ipynb", parameters, kernel_name="python3",
                 cwd=root / "book", progress_bar=False, execution_timeout=cell_seconds, start_timeout=180,
-                autosave_cell_every=30, stdout_file=log, stderr_file=log)
+                autosave_cell_every=30, stdout_file=log, stderr_file=log))
         error = unfinished(nbformat.read(output / "notebook.ipynb", 4))
     except BaseException as problem:
         first_line = (str(problem).strip() or "no message").splitlines()
         name = getattr(problem, "ename", type(problem).__name__)
         error = f"{name}: {getattr(problem, 'evalue', first_line[0])}"
         if isinstance(problem, (KeyboardInterrupt, SystemExit)):
+            error = "stopped by the user"
             raise
     finally:
-        status |= {"state": "failed" if error else "ok", "seconds": round(time.time() - began, 1)}
+        state = "interrupted" if error == "stopped by the user" else "failed" if error else "ok"
+        status |= {"state": state, "seconds": round(time.time() - began, 1)}
         write_json(output / "status.json", status | ({"error": error} if error else {}))
     echo(f"{chapter.name}: {error or 'ok'}, {status['seconds']:.0f} s")
     return status["state"]
+
+
+def _until_done_or_stopped(output: Path, execute) -> None:
+    """Call `execute` in a thread, because in the main thread nbclient answers Ctrl-C itself: it kills the kernel.
+
+    On Ctrl-C the kernel is interrupted, as Lab would, so that its notebook is saved; after 20 s it is killed.
+    """
+    import psutil
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(execute)
+        try:
+            future.result()
+        except KeyboardInterrupt:
+            asked = time.monotonic()
+            while not future.done():      # again and again, since between two cells a kernel does not listen
+                for process in psutil.Process().children():
+                    with suppress(psutil.Error):
+                        if str(output) in " ".join(process.cmdline()):
+                            process.send_signal(signal.SIGINT if time.monotonic() - asked < 20 else signal.SIGKILL)
+                wait([future], timeout=1)
+            raise
 
 
 def unfinished(notebook) -> str | None:
@@ -133,7 +199,10 @@ def unfinished(notebook) -> str | None:
 def _kernel_environment(output: Path, progress: Path):
     """The environment that a chapter's kernel inherits, with a kernelspec of our own that no other python3 shadows."""
     kernel = output / "jupyter" / "kernels" / "python3" / "kernel.json"
-    write_json(kernel, {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+    # What a kernel itself says (that it talks over TCP, how it died) goes to a file, not between our lines.
+    log = f"os.open({str(output / 'kernel.log')!r}, os.O_WRONLY | os.O_CREAT | os.O_APPEND)"
+    start = f"import os; os.dup2({log}, 2); from ipykernel.kernelapp import launch_new_instance as start; start()"
+    write_json(kernel, {"argv": [sys.executable, "-c", start, "-f", "{connection_file}"],
                         "display_name": "Python 3 (ipykernel)", "language": "python"})
     changes = {"DIT_REPRO_OUTPUT": str(output), "DIT_REPRO_PROGRESS": str(progress), "PYTHONHASHSEED": "0",
                "JUPYTER_PATH": str(kernel.parents[2]),

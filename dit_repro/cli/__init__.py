@@ -3,7 +3,7 @@ import sys
 
 import click
 
-from dit_repro.cli import book, data, scoring, speed, training
+from dit_repro.cli import book, data, sampling, scoring, speed, stability, training
 
 
 class _Commands(click.Group):
@@ -25,6 +25,6 @@ def main():
 
 
 for command in (data.embed, data.encode, data.latents, training.train, training.runs, training.convert, training.plan,
-                scoring.fid, speed.bench, book.run, book.harvest, book.lint, book.scoreboard, book.book,
-                book.new_chapter):
+                sampling.sample, scoring.fid, speed.bench, stability.stability, book.run, book.harvest, book.lint,
+                book.scoreboard, book.book, book.new_chapter):
     main.add_command(command)

@@ -1,4 +1,6 @@
 """Commands on the book: run, publish, check, build."""
+import sys
+
 import click
 
 
@@ -6,7 +8,7 @@ import click
 @click.argument("chapters", nargs=-1)
 @click.option("--profile", default="laptop", help="smoke, laptop, gpu or paper")
 @click.option("-p", "parameters", multiple=True, metavar="NAME=VALUE",
-              help="set a parameter of the chapters; repeatable")
+              help="set a parameter of the chapters that have it; repeatable")
 @click.option("--timeout", type=int, help="seconds a cell may take, 0 for no limit [default: the profile's]")
 @click.option("--fresh", is_flag=True, help="run chapters again whose code and settings have not changed")
 @click.option("--build/--no-build", default=True, help="build the pages at the end")
@@ -16,7 +18,11 @@ def run(chapters, profile, parameters, timeout, fresh, build):
     from dit_repro.book.run import run_book
     from dit_repro.files import project_root
 
-    folder = run_book(project_root(), chapters, profile, parameters, timeout, fresh, click.echo)
+    try:
+        folder = run_book(project_root(), chapters, profile, parameters, timeout, fresh, click.echo)
+    except KeyboardInterrupt as stopped:
+        click.echo(f"dit-repro: {stopped}", err=True)
+        sys.exit(130)
     click.echo(f"notebooks, numbers and logs: {folder}")
     if build:
         click.echo(f"open {build_pages(project_root(), folder, strict=False)}")

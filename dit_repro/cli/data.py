@@ -52,7 +52,7 @@ def embed_classifier(idx, out):
 @click.option("--images", default="embedded", metavar="embedded|FOLDER",
               help="Images to encode; a FOLDER holds Fashion-MNIST IDX files or a folder of images for each class.")
 @click.option("--split", default="train", type=click.Choice(["train", "test"]), help="Of Fashion-MNIST.")
-@click.option("--resolution", default=256, type=click.IntRange(8), metavar="PIXELS", help="Crop, for class folders.")
+@click.option("--resolution", type=click.IntRange(8), metavar="PIXELS", help="Crop, for class folders.  [default: 256]")
 @click.option("--on-damaged", default="raise", type=click.Choice(["raise", "skip"]), help="For an unreadable image.")
 @click.option("--autoencoder", metavar="NAME|FOLDER",
               help="embedded, stabilityai/sd-vae-ft-ema, stabilityai/sd-vae-ft-mse or a diffusers folder.  "
@@ -73,12 +73,18 @@ def encode(out, images, split, resolution, on_damaged, autoencoder, batch_size, 
 
     class_folders = images != "embedded" and not list(Path(images).glob("*-ubyte*"))
     if class_folders:
-        source = ImageSource.folder(images, resolution, on_damaged)
+        source = ImageSource.folder(images, resolution or 256, on_damaged)
     else:
         source = ImageSource.embedded(split) if images == "embedded" else ImageSource.idx(images, split)
+    if resolution not in (None, source.resolution):
+        raise ValueError(f"--resolution {resolution}: Fashion-MNIST is encoded at {source.resolution} pixels; leave "
+                         "the option out, or give a folder of an image folder for each class")
     autoencoder = autoencoder or ("stabilityai/sd-vae-ft-ema" if class_folders else "embedded")
     device = device or (f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
     store = encode_to_store(source, load_autoencoder(autoencoder, device), out, batch_size, shard_size, dtype, workers)
+    if store.manifest["shard_size"] != shard_size:
+        click.echo(f"--shard-size {shard_size}: {out} is complete with {store.manifest['shard_size']} images a shard, "
+                   "and stays as it is", err=True)
     click.echo(f"{out}: {len(store)} images of {store.num_classes} classes, {len(store.manifest['skipped'])} left out")
 
 

@@ -7,13 +7,13 @@ def fid():
     """Score images, and test what scores them."""
 
 
-def _extractor(features, weights, device="cpu"):
-    from dit_repro.evaluation import DinoFeatures, InceptionFeatures, load_classifier
+def feature_extractor(features, weights, device="cpu"):
+    from dit_repro.evaluation import DINOV2, InceptionFeatures, TimmFeatures, load_classifier
 
     if features == "dinov2" and not weights:
         raise ValueError("--features dinov2 needs --weights FILE.safetensors, from timm's page on the Hugging Face hub")
     made = {"classifier": load_classifier, "inception": lambda: InceptionFeatures(weights),
-            "dinov2": lambda: DinoFeatures(weights)}[features]()
+            "dinov2": lambda: TimmFeatures(weights, DINOV2, size=224)}[features]()
     return made.to(device)
 
 
@@ -23,31 +23,97 @@ features_option = click.option("--features", default="inception",
 weights_option = click.option("--weights", metavar="FILE", help="Of the features.  [default: torch's cache, inception]")
 
 
-@fid.command()
-@click.argument("samples", metavar="SAMPLES")
-@click.option("--reference", required=True, metavar="REFERENCE",
-              help="A folder, an .npz of images, or an .npz with mu and sigma (ADM's reference batches).")
-@click.option("--mode", default="adm", type=click.Choice(["adm", "strict"]),
-              help="adm: as published. strict: order-proof Inception Score, float32 precision and recall.")
-@features_option
-@weights_option
-@click.option("--reference-count", type=click.IntRange(2), metavar="N",
-              help="Images behind mu and sigma, where the file does not say (ImageNet: 1281167).")
-@click.option("--cache", metavar="FOLDER", help="Keep features here: a killed command goes on. Needed under torchrun.")
-@click.option("--out", metavar="FILE.json", help="Also write scores and protocol.")
-def score(samples, reference, mode, features, weights, reference_count, cache, out):
-    """Score SAMPLES, a folder or an .npz, against a reference. Works under torchrun."""
+def scoring_options(command):
+    """What both commands that score take, handed on to `_score` by name."""
+    for option in reversed((
+            click.option("--reference", required=True, metavar="REFERENCE",
+                         help="A folder, an .npz of images, an .npz with mu and sigma (ADM's reference batches), or "
+                              "'embedded', the training images in this package."),
+            click.option("--crop", type=click.IntRange(8), metavar="PIXELS",
+                         help="REFERENCE holds class folders of any pictures: crop them as for training."),
+            click.option("--mode", default="adm", type=click.Choice(["adm", "strict"]),
+                         help="adm: as published. strict: order-proof Inception Score, float32 precision and recall."),
+            features_option, weights_option,
+            click.option("--reference-count", type=click.IntRange(2), metavar="N",
+                         help="Images behind mu and sigma, where the file does not say (ImageNet: 1281167)."),
+            click.option("--cache", metavar="FOLDER",
+                         help="Keep features here: a killed command goes on. Needed under torchrun."),
+            click.option("--out", metavar="FILE.json", help="Also write scores and protocol."))):
+        command = option(command)
+    return command
+
+
+def _score(ranks, samples, reference, crop, mode, features, weights, reference_count, cache, out, **protocol):
     from dit_repro.evaluation import evaluate
     from dit_repro.files import write_json
+
+    if reference == "embedded":
+        from dit_repro.latents import ImageSource
+        reference = ImageSource.embedded("train")
+    elif crop:
+        from dit_repro.latents import ImageSource
+        reference = ImageSource.folder(reference, crop)
+    extractor = feature_extractor(features, weights, ranks.device)
+    scores = evaluate(samples, reference, extractor, mode, cache=cache, reference_count=reference_count, **protocol)
+    if ranks.is_main:
+        click.echo(scores.report())
+        if out:
+            write_json(out, scores.to_json())
+
+
+@fid.command()
+@click.argument("samples", metavar="SAMPLES")
+@scoring_options
+def score(samples, **options):
+    """Score SAMPLES, a folder or an .npz, against a reference. Works under torchrun."""
     from dit_repro.training.parallel import connect
 
     with connect() as ranks:
-        extractor = _extractor(features, weights, ranks.device)
-        scores = evaluate(samples, reference, extractor, mode, cache=cache, reference_count=reference_count)
-        if ranks.is_main:
-            click.echo(scores.report())
-            if out:
-                write_json(out, scores.to_json())
+        _score(ranks, samples, **options)
+
+
+@fid.command()
+@click.argument("model", metavar="RUN|FILE")
+@click.option("--count", default=50_000, type=click.IntRange(4), help="Images to draw.")
+@click.option("--step", type=click.IntRange(1), help="Checkpoint of the run.  [default: the newest]")
+@click.option("--raw", is_flag=True, help="The weights that were trained, not their moving average.")
+@click.option("--steps", default="250", help="Of the sampler.")
+@click.option("--guidance", default=1.0, type=click.FloatRange(0), help="Scale, on the paper's three channels.")
+@click.option("--labels", default="random", type=click.Choice(["random", "balanced"]), help="How labels are chosen.")
+@click.option("--seed", default=0, help="Of the labels; image i has seed i.")
+@click.option("--batch", default=250, type=click.IntRange(1), help="Images at once.")
+@click.option("--autoencoder", metavar="NAME", help="[default: the one that the run's latents come from]")
+@scoring_options
+def run(model, count, step, raw, steps, guidance, labels, seed, batch, autoencoder, **options):
+    """Draw images from a training run, or from a released checkpoint's file, and score them; no picture is written.
+
+    Works under torchrun: each rank draws its own images, and the scores are the same on any number of ranks.
+    """
+    from pathlib import Path
+
+    from dit_repro.diffusion import NoiseSchedule
+    from dit_repro.files import workspace
+    from dit_repro.latents import LatentStore, load_autoencoder
+    from dit_repro.models import load_released_checkpoint
+    from dit_repro.sampling import Guidance, SampleSet, draw_labels
+    from dit_repro.training import RunFolder
+    from dit_repro.training.parallel import connect
+
+    with connect() as ranks:
+        if Path(model).is_dir():
+            folder = RunFolder(model)
+            config, network = folder.config(), folder.load_model(step, ema=not raw)
+            schedule = getattr(NoiseSchedule, config.schedule)(1000)
+            autoencoder = autoencoder or LatentStore.open(config.latents).manifest["autoencoder"]["id"]
+        else:
+            network, schedule = load_released_checkpoint(model), NoiseSchedule.linear(1000)
+        if autoencoder is None:
+            raise ValueError("--autoencoder is missing: a released checkpoint does not say which one it was trained on "
+                             "(DiT: stabilityai/sd-vae-ft-ema)")
+        samples = SampleSet(network.to(ranks.device), draw_labels(count, network.num_classes, labels, seed), schedule,
+                            load_autoencoder(autoencoder, ranks.device), workspace() / "samples", labels, steps=steps,
+                            guidance=Guidance(guidance), batch_size=batch)
+        _score(ranks, samples, **options, **samples.protocol)
 
 
 @fid.command()
@@ -70,7 +136,7 @@ def doctor(images, features, weights, adm_samples, adm_reference, anchor, cache)
     if bool(adm_samples) != bool(adm_reference):
         raise ValueError("--adm-samples and --adm-reference go together")
     if adm_samples:
-        extractor = _extractor("inception", weights, device)
+        extractor = feature_extractor("inception", weights, device)
         scores = evaluate(adm_samples, adm_reference, extractor, cache=cache, reference_count=1_281_167)
         rows = check_anchors(scores, anchor)
         for row in rows:
@@ -84,7 +150,8 @@ def doctor(images, features, weights, adm_samples, adm_reference, anchor, cache)
             labels = (images := ImageSource.embedded("test")).labels
         opened = open_images(images)
         some = torch.linspace(0, opened.count - 1, min(opened.count, 5_000)).round().long().tolist()
-        findings = diagnose(_extractor(features, weights, device), torch.cat([opened.read(i, i + 1) for i in some]),
+        extractor = feature_extractor(features, weights, device)
+        findings = diagnose(extractor, torch.cat([opened.read(i, i + 1) for i in some]),
                             None if labels is None else labels[some])
         for f in findings:
             click.echo(f"{f.verdict:12} {f.fault:38} {f.score:32} {f.before:9.4f} -> {f.after:9.4f} +- {f.noise:.4f}")

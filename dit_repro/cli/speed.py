@@ -61,5 +61,6 @@ for _name, _help in {
     "encode": "The autoencoder over the embedded images.",
     "frechet": "The Frechet distance against scipy's matrix square root.",
     "startup": "How long the command line takes to answer.",
+    "book": "Every chapter at the smoke profile.",
 }.items():
     _add_benchmark(_name, _help)

@@ -14,12 +14,17 @@ def train(run_folder, config_file, overrides):
 
     SIGTERM, SIGUSR1 and Ctrl-C finish the step, save and exit with code 85: the same command goes on from there.
     """
+    import os
     from pathlib import Path
 
-    from dit_repro.training import RESUME_ME, RunFolder, TrainConfig, Trainer
+    from dit_repro.latents import LatentStore
+    from dit_repro.training import RESUME_ME, RunFolder, TrainConfig, Trainer, advice
 
     config = TrainConfig.from_json(Path(config_file).read_text()) if config_file else RunFolder(run_folder).config()
     config = config.override(overrides)
+    if os.environ.get("RANK", "0") == "0" and not RunFolder(run_folder).checkpoints():
+        for sentence in advice(config, LatentStore.open(config.latents)):
+            click.echo(f"note: {sentence}", err=True)
     if Trainer(config, run_folder, _preview(config) if config.preview_every else None).run() == "interrupted":
         sys.exit(RESUME_ME)
 
@@ -60,6 +65,8 @@ def runs(ctx, folder):
     from dit_repro.training import RunFolder
 
     root = Path(folder) if folder else workspace() / "runs"
+    if folder and not root.is_dir():
+        raise FileNotFoundError(f"no folder {root}: give the one that holds the runs")
     found = sorted(file.parent for file in root.glob("**/config.json") if (file.parent / "checkpoints").is_dir())
     click.echo(f"{len(found)} runs in {root}")
     for run in map(RunFolder, found):
@@ -104,14 +111,19 @@ def export_ema(run_folder, step, out):
 @click.option("--autoencoder", metavar="NAME",
               help="diffusers: embedded, stabilityai/sd-vae-ft-ema, or a folder; without, from_pretrained needs vae=.")
 @click.option("--class-names", type=click.Path(exists=True), metavar="FILE", help="diffusers: one name a line.")
-@click.option("--schedule", default="linear", type=click.Choice(["linear", "cosine"]),
-              help="diffusers: the schedule the model was trained with.")
+@click.option("--schedule", type=click.Choice(["linear", "cosine"]),
+              help="diffusers: the schedule the model was trained with.  [default: the run's, else linear]")
 def convert(source, destination, to, weights, autoencoder, class_names, schedule):
-    """Convert a DiT: SRC is a checkpoint file or a diffusers folder."""
+    """Convert a DiT: SRC is a checkpoint file, a run folder (its newest checkpoint) or a diffusers folder."""
     from pathlib import Path
 
     from dit_repro.models import from_diffusers, load_released_checkpoint, save_released_checkpoint, to_diffusers
+    from dit_repro.training import RunFolder
+    from dit_repro.training.checkpoints import checkpoint_path
 
+    run = RunFolder(source)
+    if steps := run.checkpoints():
+        schedule, source = schedule or run.config().schedule, checkpoint_path(run.checkpoint_folder, "step", steps[-1])
     model = from_diffusers(source) if Path(source).is_dir() else load_released_checkpoint(source, weights)
     if to == "released":
         save_released_checkpoint(model, destination)
@@ -120,7 +132,7 @@ def convert(source, destination, to, weights, autoencoder, class_names, schedule
             from dit_repro.latents import load_autoencoder
             autoencoder = load_autoencoder(autoencoder).model
         names = Path(class_names).read_text(encoding="utf-8").splitlines() if class_names else None
-        to_diffusers(model, destination, autoencoder, names, schedule)
+        to_diffusers(model, destination, autoencoder, names, schedule or "linear")
     click.echo(f"wrote {destination}" + "; read its README.md before sampling" * (to == "diffusers"))
 
 

@@ -73,6 +73,38 @@ def distance_by_count(features, reference: FeatureStatistics, counts: Sequence[i
     return distances
 
 
+def noise_floor(features, counts: Sequence[int], repeats: int = 4, seed: int = 0) -> np.ndarray:
+    """Frechet distance between two disjoint random subsets of features (N, D), equally many in each.
+
+    (len(counts), repeats) float64. With real features this is what a perfect generator would score. Raises ValueError
+    on a count above N / 2.
+    """
+    x = check_features(features).double()
+    if 2 * max(counts) > len(x) or min(counts) < 2:
+        raise ValueError(f"counts must be from 2 to {len(x) // 2}, half of the features given, found {list(counts)}")
+    generator = torch.Generator().manual_seed(seed)
+    distances = np.empty((len(counts), repeats))
+    for repeat in range(repeats):
+        order = torch.randperm(len(x), generator=generator)
+        for i, count in enumerate(counts):
+            a, b = (FeatureStatistics(x.shape[1]).update(x[some]) for some in order[:2 * count].split(count))
+            distances[i, repeat] = frechet_distance(a, b)
+    return distances
+
+
+def expected_floor(statistics: FeatureStatistics, count: int) -> float:
+    """The noise floor at `count` images a side, to first order in 1/N, from the variances of normal features alone.
+
+    2 tr(S) / N for the means, and sum over i, j of a b (1 + [i = j]) / (a + b) / N for the covariances, with a and b
+    the eigenvalues i and j: for D independent features of variance one, (2 D + D (D + 1) / 2) / N.
+    """
+    with threads_for(statistics.dim):
+        values = torch.linalg.eigvalsh(statistics.covariance).clamp(min=0)
+    values = values[values > values[-1] * 1e-12]
+    pairs = values[:, None] * values / (values[:, None] + values)
+    return ((2 * values.sum() + pairs.sum() + pairs.trace()) / count).item()
+
+
 def extrapolate(counts: Sequence[int], distances) -> dict[str, float]:
     """The distance at infinitely many samples, by least squares in 1/N: {"linear": .., "quadratic": ..}.
 

@@ -1,5 +1,6 @@
 """Feature extractors: images in, the three heads of an Inception-style network out."""
 import io
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -100,33 +101,65 @@ class InceptionFeatures(FeatureExtractor):
         return Features(pool, self._spatial, logits)
 
 
-class DinoFeatures(FeatureExtractor):
-    """A DINOv2 vision transformer, as timm names and stores it: features that never saw an ImageNet label.
+DINOV2 = "vit_large_patch14_dinov2.lvd142m"   # features that never saw an ImageNet label
 
-    Heads: pool (N, D), the class token; spatial (N, 16*16*7), seven channels of the patch tokens; logits (N, 0): it has
-    no classes, so no Inception Score. Raises FileNotFoundError, and ValueError on another file than .safetensors.
+
+class TimmFeatures(FeatureExtractor):
+    """A network as timm names and stores it: a classifier to judge samples with, or DINOv2 for a second opinion.
+
+    Heads: pool (N, D), what its classifier sees; spatial (N, h*w*7), seven channels of the last feature map; logits
+    (N, K), where (N, 0) is a network without classes. `class_names` are the folder names of the data, in label order:
+    a logit's index is then the label, also where the data hold a part of ImageNet. `size` is the square that images are
+    resized to, the network's own if None. Raises FileNotFoundError saying where to get weights, ValueError on another
+    file than .safetensors and on a class that the network does not know.
     """
-    resize = "bicubic with antialias to 224"
     batch_size, spatial_channels = 32, 7
     packages = ("torch", "timm")
 
-    def __init__(self, weights_path: str | Path, name: str = "vit_large_patch14_dinov2.lvd142m"):
+    def __init__(self, weights_path: str | Path, name: str, size: int | None = None,
+                 class_names: Sequence[str] | None = None):
         super().__init__()
         path = Path(weights_path)
         if not path.is_file():
-            raise FileNotFoundError(f"no DINOv2 weights at {path}: fetch model.safetensors of timm/{name} from the "
-                                    "Hugging Face hub, and pass its path")
+            raise FileNotFoundError(f"no weights of {name} at {path}: fetch model.safetensors of "
+                                    f"https://huggingface.co/timm/{name} and put it there")
         if path.suffix != ".safetensors":
             raise ValueError(f"{path}: expected a .safetensors file, the format that cannot run code")
         import timm
-        self.id, self.sha256 = f"DINOv2 {name}", sha256_of(path)
-        self.network = timm.create_model(name, pretrained=True, img_size=224, num_classes=0,
-                                         pretrained_cfg_overlay={"file": str(path)})
-        for key, values in (("mean", self.network.pretrained_cfg["mean"]), ("std", self.network.pretrained_cfg["std"])):
+        config = timm.get_pretrained_cfg(name)
+        self.id, self.sha256, self.size = f"timm {name}", sha256_of(path), size or config.input_size[-1]
+        self.resize = f"bicubic with antialias to {self.size}"
+        if config.fixed_input_size:   # a vision transformer's position table is made for one size, and resampled
+            self.network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(path)},
+                                             img_size=self.size)
+        else:
+            self.network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(path)})
+        self.columns = None if class_names is None else _imagenet_columns(class_names, config.num_classes, name)
+        for key, values in (("mean", config.mean), ("std", config.std)):
             self.register_buffer(key, torch.tensor(values).view(1, 3, 1, 1) * 255)
 
     def heads(self, images: Tensor) -> Features:
-        x = nn.functional.interpolate(images.float(), (224, 224), mode="bicubic", antialias=True).clamp(0, 255)
-        tokens = self.network.forward_features((x - self.mean) / self.std)         # (N, prefix + 256, D)
-        patches = tokens[:, self.network.num_prefix_tokens:, :self.spatial_channels]
-        return Features(tokens[:, 0], patches.flatten(1), tokens.new_empty(len(x), 0))
+        x = nn.functional.interpolate(images.float(), (self.size, self.size), mode="bicubic", antialias=True)
+        last = self.network.forward_features((x.clamp(0, 255) - self.mean) / self.std)
+        pool = self.network.forward_head(last, pre_logits=True)                     # (N, D)
+        logits = self.network.get_classifier()(pool) if self.network.num_classes else pool[:, :0]
+        if last.ndim == 3:                                                          # tokens (N, prefix + h*w, D)
+            spatial = last[:, getattr(self.network, "num_prefix_tokens", 0):, :self.spatial_channels]
+        else:                                                                       # (N, C, h, w), rarely (N, h, w, C)
+            spatial = last if getattr(self.network, "output_fmt", "NCHW") == "NHWC" else last.movedim(1, -1)
+            spatial = spatial[..., :self.spatial_channels]
+        return Features(pool, spatial.flatten(1), logits if self.columns is None else logits[:, self.columns])
+
+
+def _imagenet_columns(class_names: Sequence[str], num_classes: int, name: str) -> list[int]:
+    """The logit of each class of the data: timm's ImageNet-1k networks have them in the order of sorted wnids."""
+    from timm.data import ImageNetInfo
+    known = {wnid: index for index, wnid in enumerate(ImageNetInfo("imagenet-1k").label_names())}
+    if num_classes != len(known):
+        raise ValueError(f"{name} has {num_classes} classes, expected the {len(known)} of ImageNet-1k: take one whose "
+                         "name ends in _in1k")
+    if unknown := [class_name for class_name in class_names if class_name not in known]:
+        raise ValueError(f"class folder {unknown[0]!r} ({len(unknown)} such): {name} knows ImageNet-1k's classes, "
+                         "whose folders are named as n01440764. Other data need a classifier of their own, a "
+                         "subclass of FeatureExtractor")
+    return [known[class_name] for class_name in class_names]

@@ -9,7 +9,7 @@ from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from dit_repro.evaluation.frechet import frechet_distance
-from dit_repro.evaluation.statistics import FeatureStatistics, check_features
+from dit_repro.evaluation.statistics import FeatureStatistics, check_features, threads_for
 
 
 def replay_labels(seed: int, count: int, num_classes: int, batch_size: int | None = None,
@@ -112,7 +112,8 @@ def class_frechet(features, labels, reference, reference_labels, class_names: Se
 
     A few hundred images a class lift a distance far above zero, and more for some classes than for others. So real
     images of the class are halved at random: `floor` is the distance between the halves, `distance` that of as many
-    generated images to the second half. Only `excess`, their difference, compares between classes.
+    generated images to the second half. Only `excess`, their difference, compares between classes. A class with less
+    than 2 generated or 4 reference images is left out; ValueError where that leaves none.
     """
     x, y = check_features(features, "features"), check_features(reference, "reference features")
     labels, reference_labels = torch.as_tensor(labels), torch.as_tensor(reference_labels)
@@ -121,11 +122,24 @@ def class_frechet(features, labels, reference, reference_labels, class_names: Se
         generated, real = (z[own == label] for z, own in ((x, labels), (y, reference_labels)))
         n = min(len(generated), len(real) // 2)
         if n < 2:
-            raise ValueError(f"class {label}: {len(generated)} generated and {len(real)} reference images; a distance "
-                             "and its floor need at least 2 and 4")
+            continue
         real = real[torch.randperm(len(real), generator=generator)]
-        a, b, c = (FeatureStatistics(x.shape[1]).update(z) for z in (generated[:n], real[:n], real[n:]))
+        a, b, c = generated[:n], real[:n], real[n:]
         rows.append({"class": class_names[label] if class_names else label, "images": n,
-                     "distance": frechet_distance(a, c), "floor": frechet_distance(b, c)})
+                     "distance": _distance(a, c), "floor": _distance(b, c)})
+    if not rows:
+        raise ValueError(f"no class has 2 of the {len(x)} generated and 4 of the {len(y)} reference images")
     table = pd.DataFrame(rows).set_index("class")
     return table.assign(excess=table.distance - table.floor).sort_values("excess", ascending=False)
+
+
+def _distance(x: Tensor, y: Tensor) -> float:
+    """Frechet distance of few features (n, D) to others (m, D): with n or m below D, an (n, m) matrix is enough."""
+    if min(len(x), len(y)) >= x.shape[1]:
+        return frechet_distance(*(FeatureStatistics(x.shape[1]).update(z) for z in (x, y)))
+    a, b = ((z.double() - z.double().mean(0)) / (len(z) - 1) ** 0.5 for z in (x, y))
+    shift = x.double().mean(0) - y.double().mean(0)
+    with threads_for(min(len(a), len(b))):
+        overlap = torch.linalg.svdvals(a @ b.T).sum()
+    distance = sum(z.square().sum() for z in (shift, a, b)) - 2 * overlap
+    return max(distance.item(), 0.0)

@@ -26,7 +26,8 @@ class Protocol:
     guidance: str = ""           # "scale 1.5, channels 3"
     sampler: str = ""            # "ddpm, learned variance"
     num_steps: int = 0
-    checkpoint_sha256: str = ""
+    checkpoint_sha256: str = ""  # of the weights that sampled
+    autoencoder_sha256: str = ""
 
     @classmethod
     def of(cls, extractor: FeatureExtractor, **fields) -> "Protocol":

@@ -64,8 +64,9 @@ def evaluate(images, reference, extractor: FeatureExtractor, mode: str = "adm", 
     `reference_count` is the number of images behind such statistics, where the file does not say. `mode` "adm" gives
     the published numbers, "strict" order-proof and float32 ones. `cache` is a folder that makes a killed call go on,
     and a second one with the same images free. `generator` fields are those of `Protocol`: rounding, label_policy,
-    seeds, guidance, sampler, num_steps, checkpoint_sha256. Under torch.distributed every rank returns the same scores.
-    Raises ValueError on input that cannot be scored, before any image goes through the network where that can be known.
+    seeds, guidance, sampler, num_steps, checkpoint_sha256, autoencoder_sha256. Under torch.distributed every rank
+    returns the same scores. Raises ValueError on input that cannot be scored, before any image goes through the network
+    where that can be known.
     """
     if mode not in ("adm", "strict"):
         raise ValueError(f"mode {mode!r}: expected 'adm' or 'strict'")

@@ -62,8 +62,14 @@ class Autoencoder:
 def load_autoencoder(name: str | Path, device: str = "cpu") -> Autoencoder:
     """The "embedded" autoencoder, a released one of `RELEASED`, or that of a local diffusers folder; frozen, eval mode.
 
-    Raises FileNotFoundError where the files are not to be had, ValueError where they are not a whole AutoencoderKL.
+    Raises FileNotFoundError where the files are not to be had, ValueError where they are not a whole AutoencoderKL, or
+    there is no such device.
     """
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # theirs lists every backend, or is of a build without CUDA
+        raise ValueError(f"device {str(device)!r}: this machine, or this build of PyTorch, has none of that name; "
+                         "expected cpu, or cuda or cuda:N with an NVIDIA GPU") from error
     if name == "embedded":
         folder = EMBEDDED / "autoencoder"
     elif name in RELEASED:
@@ -79,11 +85,15 @@ def load_autoencoder(name: str | Path, device: str = "cpu") -> Autoencoder:
 
 def _download(name: str) -> Path:
     """The folder of a released autoencoder in the Hugging Face cache, filled on first use."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
+    files = ("config.json", f"{WEIGHTS}.safetensors")
+    cached = [try_to_load_from_cache(name, file) for file in files]
+    if all(isinstance(path, str) for path in cached):  # else None, or a mark that the hub has no such file
+        return Path(cached[1]).parent
     try:
-        hf_hub_download(name, "config.json")
-        return Path(hf_hub_download(name, f"{WEIGHTS}.safetensors")).parent
+        get_hf_file_metadata(hf_hub_url(name, files[0]), timeout=5)  # asked once: a download tries again for 25 s
+        return Path([hf_hub_download(name, file) for file in files][1]).parent
     except Exception as error:  # the hub's client raises its own, the HTTP library's and the system's errors
         raise FileNotFoundError(
             f"autoencoder {name} is not in the local cache and huggingface.co could not be reached "

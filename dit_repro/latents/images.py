@@ -92,6 +92,14 @@ class ImageSource:
         return cls([label for label, _, _ in files], class_names, resolution, identity,
                    root=root, names=names, on_damaged=on_damaged)
 
+    def take(self, indices) -> "ImageSource":
+        """The images at `indices` as a source of their own: a part, another order, or some of them repeated."""
+        indices = np.asarray(indices, np.int64)
+        digest = hashlib.sha256(self.identity["sha256"].encode() + indices.tobytes()).hexdigest()
+        pixels, names = (None if values is None else values[indices] for values in (self._pixels, self._names))
+        return ImageSource(self.labels[indices], self.class_names, self.resolution, {**self.identity, "sha256": digest},
+                           pixels=pixels, root=self.root, names=names, on_damaged=self.on_damaged)
+
     def __len__(self) -> int:
         return len(self.labels)
 

@@ -15,11 +15,15 @@ from dit_repro.models.dit import (
 )
 from dit_repro.models.interop import from_diffusers, to_diffusers, use_released_timesteps
 from dit_repro.models.released import load_released_checkpoint, save_released_checkpoint
+from dit_repro.models.unet import UNET_CONFIGS, MiniUNet, UNetConfig
 
 __all__ = [
     "DIT_CONFIGS",
+    "UNET_CONFIGS",
     "DiT",
     "DiTConfig",
+    "MiniUNet",
+    "UNetConfig",
     "count_macs",
     "count_parameters",
     "create_model",
@@ -37,14 +41,15 @@ __all__ = [
 
 def create_model(name: str, *, input_size: int = 32, in_channels: int = 4, num_classes: int = 1000,
                  learn_sigma: bool = True, init: str = "paper") -> nn.Module:
-    """A freshly initialized model by its name in the paper, such as "DiT-B/2"; model(x, t, y) as `DiT` describes.
+    """A freshly initialized DiT by its name in the paper, such as "DiT-B/2", or MiniUNet; model(x, t, y) as `DiT` says.
 
-    `init="pytorch"` is PyTorch's default initialization except for the zeros of adaLN-Zero and the final layer.
+    `init="pytorch"` is PyTorch's default initialization except for the zeros of adaLN-Zero and the final layer of DiT.
     Inside `torch.device("meta")` nothing is allocated, which is enough for counting.
     """
-    if name not in DIT_CONFIGS:
-        raise ValueError(f"unknown model {name!r}, expected one of {', '.join(DIT_CONFIGS)}")
-    return DiT(DIT_CONFIGS[name], input_size, in_channels, num_classes, learn_sigma, init)
+    if name not in DIT_CONFIGS | UNET_CONFIGS:
+        raise ValueError(f"unknown model {name!r}, expected one of {', '.join(DIT_CONFIGS | UNET_CONFIGS)}")
+    kind, config = (DiT, DIT_CONFIGS[name]) if name in DIT_CONFIGS else (MiniUNet, UNET_CONFIGS[name])
+    return kind(config, input_size, in_channels, num_classes, learn_sigma, init)
 
 
 def count_parameters(model: nn.Module) -> int:

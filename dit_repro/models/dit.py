@@ -40,6 +40,7 @@ DIT_CONFIGS = {
     "DiT-XL/2": DiTConfig(28, 1152, 16, 2, 675, 118.64, 19.47),
     "DiT-nano/4": DiTConfig(6, 128, 4, 4),   # not in the paper: trains in minutes on two CPU cores
     "DiT-nano/2": DiTConfig(6, 128, 4, 2),
+    "DiT-deep/2": DiTConfig(16, 48, 3, 2),   # deep and narrow: chapter 5 makes it diverge
 }
 
 
@@ -86,7 +87,7 @@ def unpatchify(tokens: Tensor, patch_size: int) -> Tensor:
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    return x * (1 + scale) + shift
+    return torch.addcmul(shift, x, 1 + scale)   # x * (1 + scale) + shift, in one pass over memory
 
 
 class TimestepEmbedder(nn.Module):
@@ -121,10 +122,12 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:   # (N, T, D), (N, D)
-        modulation = self.adaLN_modulation(c)[:, None]   # (N, 1, 6D)
+        return self.modulated(x, self.adaLN_modulation(c)[:, None])   # (N, 1, 6D)
+
+    def modulated(self, x: Tensor, modulation: Tensor) -> Tensor:   # (N, T, D), (N, 1, 6D)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=-1)   # each (N, 1, D)
-        x = x + gate1 * self.attn(modulate(self.norm1(x), shift1, scale1))   # (N, T, D)
-        return x + gate2 * self.mlp(modulate(self.norm2(x), shift2, scale2))   # (N, T, D)
+        x = torch.addcmul(x, gate1, self.attn(modulate(self.norm1(x), shift1, scale1)))   # x + gate * branch, (N, T, D)
+        return torch.addcmul(x, gate2, self.mlp(modulate(self.norm2(x), shift2, scale2)))   # (N, T, D)
 
 
 class FinalLayer(nn.Module):
@@ -189,8 +192,9 @@ class DiT(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        self._check(x, t, y)
-        x = self.x_embedder(x) + self.pos_embed   # (N, T, D)
+        check_inputs(self, x, t, y)
+        # The convolution leaves channels before tokens; every later operation would copy.
+        x = self.x_embedder(x).contiguous() + self.pos_embed   # (N, T, D)
         c = self.t_embedder(t) + self.y_embedder(y)   # (N, D)
         for block in self.blocks:
             if self.checkpoint_activations and torch.is_grad_enabled():
@@ -200,20 +204,22 @@ class DiT(nn.Module):
         x = self.final_layer(x, c)   # (N, T, p*p*out)
         return unpatchify(x, self.config.patch_size)   # (N, out, S, S)
 
-    def _check(self, x: Tensor, t: Tensor, y: Tensor) -> None:
-        expected = (len(x), self.in_channels, self.input_size, self.input_size)
-        if x.shape != expected:
-            raise ValueError(f"x has shape {tuple(x.shape)}, expected (N, {', '.join(map(str, expected[1:]))})")
-        if t.shape != expected[:1] or y.shape != expected[:1]:
-            raise ValueError(f"for {len(x)} images expected timesteps and labels of shape ({len(x)},), "
-                             f"got {tuple(t.shape)} and {tuple(y.shape)}")
-        if y.is_floating_point():
-            raise ValueError(f"labels are {y.dtype}, expected int64 class indices")
-        if torch.compiler.is_compiling() or not len(x):
-            return
-        if y.device.type == "cpu" and not (y.min() >= 0 and y.max() <= self.num_classes):
-            raise ValueError(f"labels span {y.min()}..{y.max()}, expected 0..{self.num_classes} "
-                             f"({self.num_classes} is the null class)")
-        if t.device.type == "cpu" and not (t.min() >= 0 and t.max() < self.num_timesteps):
-            raise ValueError(f"timesteps span {t.min()}..{t.max()}, expected 0 <= t < {self.num_timesteps}: raw "
-                             "timesteps, not rescaled; a longer schedule sets model.num_timesteps")
+
+def check_inputs(model, x: Tensor, t: Tensor, y: Tensor) -> None:
+    """ValueError where x, t or y do not fit a DiT or MiniUNet; values only on the CPU, where looking is free."""
+    expected = (len(x), model.in_channels, model.input_size, model.input_size)
+    if x.shape != expected:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected (N, {', '.join(map(str, expected[1:]))})")
+    if t.shape != expected[:1] or y.shape != expected[:1]:
+        raise ValueError(f"for {len(x)} images expected timesteps and labels of shape ({len(x)},), "
+                         f"got {tuple(t.shape)} and {tuple(y.shape)}")
+    if y.is_floating_point():
+        raise ValueError(f"labels are {y.dtype}, expected int64 class indices")
+    if torch.compiler.is_compiling() or not len(x):
+        return
+    if y.device.type == "cpu" and not (y.min() >= 0 and y.max() <= model.num_classes):
+        raise ValueError(f"labels span {y.min()}..{y.max()}, expected 0..{model.num_classes} "
+                         f"({model.num_classes} is the null class)")
+    if t.device.type == "cpu" and not (t.min() >= 0 and t.max() < model.num_timesteps):
+        raise ValueError(f"timesteps span {t.min()}..{t.max()}, expected 0 <= t < {model.num_timesteps}: raw "
+                         "timesteps, not rescaled; a longer schedule sets model.num_timesteps")

@@ -84,6 +84,16 @@ def wilson_interval(count: int, total: int, level: float = 0.95) -> tuple[float,
     return float(interval.low), float(interval.high)
 
 
+def difference_interval(before: int, after: int, total: int, level: float = 0.95) -> tuple[float, float]:
+    """Interval for the fall of a share, `before` of `total` to `after` of `total` (Newcombe 1998, method 10).
+
+    It takes the two sets as independent; with the same seeds in both the difference is known better than this.
+    """
+    p, q = before / total, after / total
+    (low_p, high_p), (low_q, high_q) = wilson_interval(before, total, level), wilson_interval(after, total, level)
+    return p - q - math.hypot(p - low_p, high_q - q), p - q + math.hypot(high_p - p, q - low_q)
+
+
 def _beyond(values: np.ndarray, side: str, quantile: float) -> float:
     """The value that at most `quantile` of `values` lie strictly beyond."""
     sign = 1 if side == "low" else -1

@@ -3,6 +3,7 @@
 Ratios are of CPU time, which a shared machine disturbs less than wall time. These are no tests: `dit-repro bench all`
 prints each reading with its target.
 """
+import itertools
 import os
 import statistics
 import subprocess
@@ -17,12 +18,14 @@ import torch
 
 from dit_repro.diffusion import NoiseSchedule, Objective, training_losses
 from dit_repro.evaluation import FeatureStatistics, frechet_distance
+from dit_repro.evaluation.frechet import features_at_known_distance
 from dit_repro.files import write_json
 from dit_repro.latents import ImageSource, LatentStore, load_autoencoder
 from dit_repro.latents.store import FORMAT, FORMAT_VERSION
 from dit_repro.models import DIT_CONFIGS, create_model, to_diffusers
 from dit_repro.sampling import Guidance, sample
 from dit_repro.speed.report import Reading
+from dit_repro.training.allocator import keep_freed_memory
 from dit_repro.training.ema import EMA
 
 
@@ -70,7 +73,8 @@ def training_step(model_name: str, batch_size: int, input_size: int) -> dict[str
 
 
 def bench_step() -> Iterator[Reading]:
-    """Training steps against diffusers' DiTTransformer2DModel."""
+    """Training steps against diffusers' DiTTransformer2DModel, both in a process that is set up as the trainer's."""
+    keep_freed_memory()
     for name, batch_size, input_size, target in (("DiT-nano/2", 128, 8, 1.3), ("DiT-S/2", 2, 32, 1.0)):
         times = in_turn(training_step(name, batch_size, input_size), repeats=5)
         yield Reading(f"training step of {name}, diffusers against ours", times["peer"] / times["ours"], "x",
@@ -115,38 +119,52 @@ def write_random_store(folder: Path, rows: int, sparse: bool = False, shard_size
 
 
 def bench_store() -> Iterator[Reading]:
-    """Batches of 128 random rows against one .npy file an image; growth to the size of ImageNet."""
-    draw = np.random.default_rng(0)
+    """Batches of 128 random rows against one .npy file an image; growth to the size of ImageNet.
 
-    def batch_of(rows):
-        return draw.integers(0, rows, 128), draw.random(128) < 0.5
+    All sides are warm: they read the same 100 batches over and over, 20 in a turn, so that pages are in memory and
+    mapped, and code is in the caches. The share of a training step alone is of one batch after a step, cold.
+    The peer is a feature-extraction script's folder at its best: one np.load an image, labels not read from files.
+    """
+    def reader(read, rows, in_a_turn=20):
+        draw = np.random.default_rng(rows)
+        batches = [(draw.integers(0, rows, 128), draw.random(128) < 0.5) for _ in range(100)]
+        for batch in batches:
+            read(*batch)
+        turns = itertools.cycle(batches)
+        return lambda: [read(*batch) for batch in itertools.islice(turns, in_a_turn)]
 
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         (folder / "files").mkdir()
+
+        def from_files(indices, flipped):
+            pairs = zip(indices.tolist(), flipped.tolist())
+            arrays = [np.load(folder / "files" / f"{i}.npy")[int(f)] for i, f in pairs]
+            return torch.from_numpy(np.stack(arrays)).float()  # (128, 8, 8, 8)
+
         stores = {rows: write_random_store(folder / str(rows), rows) for rows in (20_000, 200_000)}
+        written = 0
         for rows, store in stores.items():
-            for i in range(len(list((folder / "files").iterdir())), rows):
+            for i in range(written, rows):
                 np.save(folder / "files" / f"{i}.npy", np.zeros((2, 8, 8, 8), "float16"))
-
-            def from_files(rows=rows):
-                indices, flipped = batch_of(rows)
-                pairs = zip(indices.tolist(), flipped.tolist())
-                return torch.from_numpy(np.stack([np.load(folder / "files" / f"{i}.npy")[int(f)] for i, f in pairs])
-                                        .astype(np.float32))
-
-            times = in_turn({"ours": lambda s=store, n=rows: s.moments(*batch_of(n)), "peer": from_files}, repeats=200)
+            written = rows
+            times = in_turn({"ours": reader(store.moments, rows), "peer": reader(from_files, rows)}, repeats=15)
             yield Reading(f"reading 128 of {rows:,} rows, a file an image against the store",
-                          times["peer"] / times["ours"], "x", at_least=20, note=f"{1e3 * times['ours']:.2f} ms a batch")
-        step = in_turn({"step": training_step("DiT-nano/2", 128, 8)["ours"]}, repeats=3)["step"]
-        yield Reading("reading a batch, share of a nano training step", 100 * times["ours"] / step, "%", at_most=2)
+                          times["peer"] / times["ours"], "x", at_least=20,
+                          note=f"{50 * times['ours']:.3f} ms a batch, warm")
+        times = in_turn({"read": reader(store.moments, rows, in_a_turn=1),
+                         "step": training_step("DiT-nano/2", 128, 8)["ours"]}, repeats=5)
+        yield Reading("reading a batch, share of a nano training step", 100 * times["read"] / times["step"], "%",
+                      at_most=2, note=f"{1e3 * times['read']:.2f} ms after a step, cold")
         small = write_random_store(folder / "small", 20_000, sparse=True)
         large = write_random_store(folder / "large", 1_280_000, sparse=True)
-        times = in_turn({"small": lambda: small.moments(*batch_of(len(small))),
-                         "large": lambda: large.moments(*batch_of(len(large)))}, repeats=400)
+        times = in_turn({"small": reader(small.moments, len(small)), "large": reader(large.moments, len(large)),
+                         "part": reader(large.moments, len(small))}, repeats=30)
         yield Reading("reading 128 of 1,280,000 rows against 128 of 20,000", times["large"] / times["small"], "x",
-                      at_most=1.2, note=f"{1e3 * times['large']:.2f} ms a batch, {100 * times['large'] / step:.2f}% of "
-                                        "a nano training step")
+                      at_most=1.2,
+                      note=f"{50 * times['large']:.3f} ms a batch, warm; 128 of the large store's first 20,000 rows: "
+                           f"{times['part'] / times['small']:.2f}x, so what grows is the processor's way to pages far "
+                           f"apart, not the index")
 
 
 def bench_encode() -> Iterator[Reading]:
@@ -161,27 +179,30 @@ def bench_encode() -> Iterator[Reading]:
 
 
 def bench_frechet() -> Iterator[Reading]:
-    """The Frechet distance at Inception's size against scipy's matrix square root."""
+    """The Frechet distance at Inception's size against scipy's matrix square root and the closed form."""
     from scipy.linalg import sqrtm
 
-    draw = torch.Generator().manual_seed(0)
-    features = torch.randn((2, 2_000, 2_048), generator=draw, dtype=torch.float64)
-    features[1] = 1.1 * features[1] + 0.1
-    a, b = (FeatureStatistics(2_048).update(part) for part in features)
-    answers = {}
+    for count in (2_000, 10_000):
+        *sets, exact = features_at_known_distance(count, 2_048)
+        a, b = (FeatureStatistics(2_048).update(features) for features in sets)
+        answers = {}
 
-    def ours():
-        answers["ours"] = frechet_distance(a, b)
+        def ours(a=a, b=b, answers=answers):
+            a._factor = b._factor = None   # cached by the statistics: made anew in each call
+            answers["ours"] = frechet_distance(a, b)
 
-    def peer():
-        root = sqrtm((a.covariance @ b.covariance).numpy())
-        gap = (a.mean - b.mean).square().sum() + (a.covariance + b.covariance).trace()
-        answers["peer"] = float(gap) - 2 * np.trace(root).real
+        def peer(a=a, b=b, answers=answers):
+            root = sqrtm((a.covariance @ b.covariance).numpy())
+            gap = (a.mean - b.mean).square().sum() + (a.covariance + b.covariance).trace()
+            answers["peer"] = float(gap) - 2 * np.trace(root).real
 
-    times = in_turn({"ours": ours, "peer": peer}, repeats=1)
-    yield Reading("Frechet distance of 2,000 x 2,048 features, scipy's sqrtm against ours",
-                  times["peer"] / times["ours"], "x", at_least=1.8,
-                  note=f"{times['ours']:.1f} s of CPU; they differ by {abs(answers['ours'] / answers['peer'] - 1):.0e}")
+        times = in_turn({"ours": ours, "peer": peer}, repeats=1)
+        errors = {name: abs(answer / exact - 1) for name, answer in answers.items()}
+        name = f"Frechet distance of {count:,} x 2,048 features"
+        yield Reading(f"{name}, scipy's sqrtm against ours", times["peer"] / times["ours"], "x", at_least=1.8,
+                      note=f"{times['ours']:.1f} s of CPU")
+        yield Reading(f"{name}, error against the closed form", errors["ours"], "of it", at_most=1e-9,
+                      note=f"scipy's is {errors['peer']:.0e}")
 
 
 def bench_startup() -> Iterator[Reading]:
@@ -198,5 +219,16 @@ def bench_startup() -> Iterator[Reading]:
     yield Reading("dit-repro --help", statistics.median(times), "s", at_most=0.5, note="of CPU")
 
 
+def bench_book() -> Iterator[Reading]:
+    """Every chapter at its smallest profile, as `dit-repro run --profile smoke` runs it."""
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "dit_repro", "run", "--profile", "smoke", "--fresh", "--no-build"],
+                          capture_output=True, text=True)
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        raise RuntimeError(f"the book at smoke failed after {seconds:.0f} s: {done.stderr.strip().splitlines()[-1:]}")
+    yield Reading("the whole book at smoke", seconds, "s", at_most=240, note="wall time")
+
+
 BENCHMARKS = {"step": bench_step, "sampling": bench_sampling, "store": bench_store, "encode": bench_encode,
-              "frechet": bench_frechet, "startup": bench_startup}
+              "frechet": bench_frechet, "startup": bench_startup, "book": bench_book}

@@ -39,6 +39,30 @@ def matmul_ceiling(device: torch.device, precision: str) -> float:
     return best
 
 
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes a second of the fastest of some copies: half of them read, half written, more than any cache holds."""
+    size = 2**30 if device.type == "cuda" else 2**28
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = 0.0
+    for _ in range(6):   # the first warms up
+        synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source)
+        synchronize(device)
+        best = max(best, 2 * size / (time.perf_counter() - start))
+    return best
+
+
+def page_faults(step: Callable) -> int:
+    """Pages that the kernel hands to this process, zeroed, during `step()`. Not on Windows."""
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
 def peak_above(step: Callable, device: torch.device) -> int:
     """Bytes that `step()` needs at its worst moment, above what is allocated before it.
 

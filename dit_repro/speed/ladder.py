@@ -5,7 +5,6 @@ by itself on the baseline. "variant": what replaces a part of the last cumulativ
 """
 import copy
 import gc
-import os
 import statistics
 import time
 from contextlib import contextmanager, nullcontext
@@ -16,9 +15,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dit_repro.diffusion import NoiseSchedule, Objective, training_losses
-from dit_repro.models import count_macs, count_parameters, create_model
+from dit_repro.models import DiT, DiTConfig, count_macs, count_parameters, create_model
 from dit_repro.progress import progress
 from dit_repro.speed.device import device_name, matmul_ceiling, peak_above, synchronize
+from dit_repro.speed.rewrites import BatchedModulation, use_fp8
 from dit_repro.training.ema import EMA
 from dit_repro.training.precision import autocast, matmul_precision
 
@@ -40,10 +40,12 @@ class Settings:
     foreach_ema: bool = False    # the average of all weights at once; otherwise a loop over them
     attention: str = "fused"     # PyTorch's own choice; "plain" matrix products; or a name in BACKENDS
     checkpointing: bool = False
+    batched_modulation: bool = False   # of all blocks as one product
+    fp8: bool = False            # products of the blocks, with torchao
 
 
 LADDER = {
-    "all cores": {"threads": os.cpu_count() or 1},
+    "all cores": {"threads": torch.get_num_threads()},   # one a core, unless OMP_NUM_THREADS says otherwise
     "TF32": {"precision": "tf32"},
     "bf16 autocast": {"precision": "bf16"},
     "fused AdamW": {"fused": True},
@@ -61,6 +63,8 @@ VARIANTS = {
     "cuDNN attention": {"compile": "", "attention": "cudnn"},
     "efficient attention": {"compile": "", "attention": "efficient"},
     "activation checkpointing": {"compile": "", "checkpointing": True},
+    "batched modulation": {"compile": "", "batched_modulation": True},
+    "fp8 products": {"fp8": True, "precision": "bf16"},
 }
 
 
@@ -74,10 +78,12 @@ def why_not(changes: dict, device: torch.device, compile: bool) -> str | None:
     if not on_gpu:
         if changes.get("precision") == "tf32":
             return "a CPU has no TF32"
-        if changes.get("compile") == "graphs" or changes.get("attention") in BACKENDS:
+        if changes.get("compile") == "graphs" or changes.get("attention") in BACKENDS or "fp8" in changes:
             return "for CUDA devices"
         if "resident" in changes:
             return "a CPU's memory is the device's memory"
+    elif "fp8" in changes and torch.cuda.get_device_capability(device) < (8, 9):
+        return "needs compute capability 8.9"
     elif changes.get("precision") in ("tf32", "bf16") and torch.cuda.get_device_capability(device) < (8, 0):
         return "needs compute capability 8.0"
     return None
@@ -86,11 +92,12 @@ def why_not(changes: dict, device: torch.device, compile: bool) -> str | None:
 class Bench:
     """The weights, optimizers and batches that all settings share, so that memory does not grow with the ladder."""
 
-    def __init__(self, model_name: str, batch_size: int, device: torch.device, input_size: int = 32):
+    def __init__(self, model: str | DiTConfig, batch_size: int, device: torch.device, input_size: int = 32):
         self.device, self.batch_size = device, batch_size
         with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
             torch.manual_seed(0)
-            self.model = create_model(model_name, input_size=input_size)
+            self.model = (DiT(model, input_size) if isinstance(model, DiTConfig) else
+                          create_model(model, input_size=input_size))
         self.initial = [parameter.detach().clone() for parameter in self.model.parameters()]
         self.ema = EMA(self.model, 0.9999)
         self.schedule = NoiseSchedule.linear()
@@ -128,6 +135,10 @@ class Step:
         # Modules of its own around the shared weights: compiling or switching one step leaves the others alone.
         model = copy.deepcopy(bench.model, {id(p): p for p in bench.model.parameters()})
         model.checkpoint_activations = settings.checkpointing
+        if settings.batched_modulation:
+            model.__class__ = BatchedModulation
+        if settings.fp8:
+            use_fp8(model)
         for block in model.blocks:
             block.attn.fused_attn = settings.attention != "plain"
             if settings.compile == "blocks":

@@ -118,6 +118,8 @@ def plan_run(config: TrainConfig, images: int = IMAGENET_IMAGES, gpu: str = "h10
     with torch.device("meta"):
         model = create_model(config.model, input_size=config.input_size, in_channels=config.in_channels,
                              num_classes=config.num_classes, learn_sigma=config.objective.learn_sigma)
+    if not isinstance(model, DiT):
+        raise ValueError(f"no plan for {config.model}: the memory of a forward pass is worked out for DiTs only")
     device, macs = GPUS[gpu], count_macs(model)
     batch = min(config.micro_batch_size or config.global_batch_size, config.global_batch_size // gpus)
     peak = device.bf16 if config.precision in ("bf16", "fp16") else getattr(device, config.precision)

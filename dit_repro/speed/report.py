@@ -65,3 +65,94 @@ def ladder_figure(result: dict):
     axes.set_xlabel("TFLOP/s of the model; the frame is the fastest matrix product in the same precision")
     axes.set_title(f"{result['model']}, batch {result['batch_size']}, {result['device']}")
     return figure
+
+
+def ladder_frame(result: dict):
+    """A ladder as a pandas Styler for a notebook: one row a rung, with the reason where there is no number."""
+    import pandas as pd
+
+    columns = {"ms a step": lambda r: f"{1e3 * r['seconds']:.1f}",
+               "range": lambda r: f"{1e3 * r['fastest']:.1f} to {1e3 * r['slowest']:.1f}",
+               "images/s": lambda r: f"{r['images_per_second']:,.0f}",
+               "speedup": lambda r: f"{r['speedup']:.2f}x" if "speedup" in r else "",
+               "of its limit": lambda r: f"{r['utilization']:.0%}", "peak GB": lambda r: f"{r['peak_bytes'] / 1e9:.3g}",
+               "loss differs": lambda r: f"{r['loss_difference']:.0e}" if "loss_difference" in r else ""}
+    rows = []
+    for rung in result["rungs"]:
+        row = {"kind": rung["kind"], "rung": rung["name"]}
+        measured = {name: "" if "why_not" in rung else show(rung) for name, show in columns.items()}
+        post = POST_MS.get(rung["name"], "") if rung["kind"] == "cumulative" else ""
+        rows.append({**row, **measured, "not measured": rung.get("why_not", ""), "the post's ms (B/2, H100)": post})
+    return pd.DataFrame(rows).style.hide(axis="index")
+
+
+def shares_figure(parts: dict[str, dict[str, float]]):
+    """One bar a case, divided by what the time goes to; parts: {case: {group: share}}."""
+    from matplotlib.figure import Figure
+
+    groups = list(dict.fromkeys(group for shares in parts.values() for group in shares))
+    figure = Figure(figsize=(7, 1.5 + 0.45 * len(parts)), layout="constrained")
+    axes = figure.subplots()
+    left = dict.fromkeys(parts, 0.0)
+    for index, group in enumerate(groups):
+        widths = [100 * shares.get(group, 0.0) for shares in parts.values()]
+        axes.barh(list(parts), widths, left=list(left.values()), label=group, color=f"C{index}", edgecolor="white")
+        for case, width in zip(parts, widths):
+            if width > 6:
+                axes.annotate(f"{width:.0f}%", (left[case] + width / 2, case), ha="center", va="center", fontsize=8.5,
+                              color="white")
+            left[case] += width
+    axes.set(xlabel="share of the time inside operators, %", xlim=(0, 100))
+    axes.invert_yaxis()
+    axes.grid(False)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8.5)
+    return figure
+
+
+def roofline_figure(operations: dict, ceiling: float, bandwidth: float):
+    """Each operation at its intensity and speed, under what memory (bytes/s) and products (flop/s) allow."""
+    import numpy as np
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    at = np.geomspace(0.005, 1000, 200)
+    axes.loglog(at, np.minimum(ceiling, at * bandwidth) / 1e9, color="#26262b", linewidth=1.2)
+    axes.annotate(f"fastest product: {ceiling / 1e9:,.0f} GFLOP/s", (1000, ceiling / 1e9), (0, 4), ha="right",
+                  textcoords="offset points", fontsize=8.5)
+    axes.annotate(f"memory: {bandwidth / 1e9:,.0f} GB/s", (0.02, 0.02 * bandwidth / 1e9), (12, -3),
+                  textcoords="offset points", fontsize=8.5)
+    total, above = sum(operation.seconds for operation in operations.values()), {}
+    for name, operation in sorted(operations.items(), key=lambda item: item[1].flops / item[1].seconds):
+        point = operation.intensity, operation.flops / operation.seconds / 1e9
+        axes.plot(*point, "o", color="#2a6f97", markersize=4 + 16 * (operation.seconds / total) ** 0.5, alpha=0.7)
+        near = [y for x, y in above.items() if abs(np.log(x / point[0])) < 1.2]   # labels of neighbors kept apart
+        height = max([np.log10(point[1]), *(y + 0.16 for y in near if y + 0.16 > np.log10(point[1]))])
+        above[point[0] * (1 + 1e-6 * len(above))] = height
+        axes.annotate(f"{name}, {operation.seconds / total:.0%}", (point[0], 10**height), (-12, 0), va="center",
+                      ha="right", textcoords="offset points", fontsize=8.5)
+    axes.set(xlabel="arithmetic intensity, flop a byte", ylabel="GFLOP/s", xlim=(0.005, 1000),
+             ylim=(None, 3 * max(ceiling / 1e9, 10 ** max(above.values()))))
+    return figure
+
+
+def growth_figure(found: list):
+    """Time and memory along each axis, on logarithms, with the fitted exponents."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    panels = figure.subplots(2, len(found), sharex="col", sharey="row")
+    for column, growth in zip(panels.T, found):
+        for axes, what, unit in zip(column, ("seconds", "peak_bytes"), (1e-3, 1e6)):
+            axes.loglog(growth.values, [value / unit for value in getattr(growth, what)], "o-", color="#2a6f97")
+            axes.set_title(f"exponent {growth.exponent(what):.2f}", fontsize=9)
+            axes.set_xticks(growth.values, growth.values)
+            axes.xaxis.set_minor_locator(NullLocator())
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_locator(NullLocator())
+        column[1].set_xlabel(growth.axis)
+    panels[0, 0].set_ylabel("ms a step")
+    panels[1, 0].set_ylabel("peak memory, MB")
+    return figure

@@ -80,6 +80,16 @@ def read_checkpoint(path: Path, sections: tuple[str, ...] | None = None) -> tupl
     return tensors, json.loads(scalars)
 
 
+def checkpoint_digest(path: Path) -> str:
+    """A short hash of a whole checkpoint, made of the digests in its header."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            digests = json.loads(file.metadata()[HEADER])["digests"]
+    except (SafetensorError, TypeError, KeyError, ValueError) as error:
+        raise DamagedCheckpoint(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}") from error
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def section_digests(tensors: dict[str, Tensor]) -> dict[str, str]:
     """SHA-256 of the names, types, shapes and bytes of each section."""
     digests = {}

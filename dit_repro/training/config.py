@@ -35,7 +35,7 @@ class TrainConfig:
     wrong type or out of range.
     """
     latents: str                        # folder of the LatentStore; it may move, its contents may not change
-    model: str = "DiT-B/2"              # a name in DIT_CONFIGS; the paper's flagship is DiT-XL/2
+    model: str = "DiT-B/2"              # a name in DIT_CONFIGS or UNET_CONFIGS; the flagship is DiT-XL/2
     num_classes: int = 1000             # ImageNet-1k
     input_size: int = 32                # latent height and width: 256 px / 8
     in_channels: int = 4
@@ -68,7 +68,7 @@ class TrainConfig:
     archive_every: int = 10_000         # kept for ever; 0: none
     export_ema_every: int = 0           # EMA weights alone, in the released layout; 0: none
     preview_every: int = 0              # 0: none
-    on_alarm: str = "stop"              # record and go on, stop, skip the step, or roll back to the last archive
+    on_alarm: str = "stop"              # record (go on, the last good state kept), stop, skip the step, or rollback
     alarm_loss_ratio: float | None = 2.0    # window MSE over the median of earlier windows; a divergence gave 3.7
     alarm_grad_ratio: float | None = None   # gradient norm over the median of earlier ones
     tensorboard: bool = False           # needs the extra: pip install 'dit-repro[tensorboard]'
@@ -169,7 +169,7 @@ class TrainConfig:
 
 def _refuse_unknown(values, cls, prefix: str = "") -> None:
     if not isinstance(values, dict):
-        raise ValueError(f"{prefix or 'the config'}: expected a JSON object, got {type(values).__name__}")
+        raise ValueError(f"{prefix.rstrip('.') or 'the config'}: expected a JSON object, got {type(values).__name__}")
     known = [field.name for field in dataclasses.fields(cls)]
     unknown = [prefix + key for key in values if key not in known]
     if unknown:

@@ -8,28 +8,35 @@ from pathlib import Path
 from dit_repro.progress import progress
 from dit_repro.training.config import TrainConfig
 from dit_repro.training.loop import Trainer
-from dit_repro.training.run_folder import RunFolder
+from dit_repro.training.run_folder import FolderInUse, RunFolder
 
 
 def launch(config: TrainConfig, path: str | Path, num_processes: int = 1) -> RunFolder:
     """Attach to the run in `path`, resume it or start it, follow it to its end, and return its folder.
 
-    A finished run returns at once. Interrupting the call leaves the training running; calling again attaches to it.
+    A finished run returns at once, and so does a longer one that kept a checkpoint of step `num_steps`: the folder
+    returned ends there. Interrupting the call leaves the training running; calling again attaches to it.
     With `num_processes` 0 a run of seconds is trained in this process, which spares the start of another.
     ValueError where the folder holds a run with other settings; RuntimeError with the end of its log where it fails.
     """
-    folder = RunFolder(path)
-    folder.prepare(config)
+    folder, asked = RunFolder(path), RunFolder(path, config.num_steps)
+    if not folder.is_past(config):
+        folder.prepare(config)
     if _is_done(folder, config):
-        return folder
-    if num_processes == 0:
-        if Trainer(config, path).run() == "interrupted":
-            raise KeyboardInterrupt(f"{path}: the step is saved, run this again to go on")
-        return folder
-    process = None if folder.is_locked() else _start(folder, num_processes)
+        return asked
+    process = None
+    try:
+        if num_processes == 0:
+            if Trainer(config, path).run() == "interrupted":
+                raise KeyboardInterrupt(f"{path}: the step is saved, run this again to go on")
+            return asked
+    except FolderInUse:
+        pass
+    else:
+        process = None if folder.is_locked() else _start(folder, num_processes)
     with progress(total=config.num_steps, initial=folder.status()["step"], desc=folder.path.name, unit="step") as bar:
         # Where two calls started a trainer each, one of them found the folder locked and left: follow the other.
-        while (process and process.poll() is None) or folder.is_locked():
+        while ((process and process.poll() is None) or folder.is_locked()) and not folder.is_past(config):
             bar.update(folder.status()["step"] - bar.n)
             time.sleep(0.5)
         bar.update(folder.status()["step"] - bar.n)
@@ -39,12 +46,12 @@ def launch(config: TrainConfig, path: str | Path, num_processes: int = 1) -> Run
         status = folder.status()
         raise RuntimeError(f"{folder.path}: {status['state']} at step {status['step']}; run this again to go on from "
                            f"its last checkpoint. The end of {log}:\n{tail}")
-    return folder
+    return asked
 
 
 def _is_done(folder: RunFolder, config: TrainConfig) -> bool:
     status = folder.status()
-    return status["state"] == "finished" and status["step"] >= config.num_steps
+    return folder.is_past(config) or (status["state"] == "finished" and status["step"] == config.num_steps)
 
 
 def _start(folder: RunFolder, num_processes: int) -> subprocess.Popen:

@@ -10,6 +10,7 @@ import torch
 
 from dit_repro.diffusion import NoiseSchedule, training_losses
 from dit_repro.progress import progress
+from dit_repro.training.allocator import keep_freed_memory
 from dit_repro.training.batches import NUM_TIMESTEPS, Batch, batches_from, latents_digest, open_latents
 from dit_repro.training.checkpoints import checkpoint_path, read_checkpoint, require_space, size_of, write_checkpoint
 from dit_repro.training.config import TrainConfig
@@ -43,8 +44,12 @@ class Trainer:
     def run(self) -> str:
         """Train to the end: "finished", or "interrupted" after SIGTERM, SIGUSR1 or SIGINT, with the step saved.
 
+        A folder whose run is longer and kept a checkpoint of the last step asked for is finished, and left as it is.
         Raises Diverged on an alarm whose policy is to stop, ValueError for data or settings that do not fit the run.
         """
+        if self.folder.is_past(self.config):
+            return "finished"
+        keep_freed_memory()
         with connect() as self.ranks, matmul_precision(self.config.precision), stop_signals() as self.signals:
             if not self.ranks.is_main:
                 return self._train()
@@ -154,7 +159,10 @@ class Trainer:
         return state.monitor.judge(row, config.alarm_loss_ratio, config.alarm_grad_ratio)
 
     def _answer(self, alarm: Alarm) -> str:
-        """Act on an alarm: it is recorded, and the newest checkpoint before it stays for ever, whatever the policy."""
+        """Act on an alarm: it is recorded, and the newest checkpoint before it stays for ever, whatever the policy.
+
+        Gradients that are not finite alarm also during another alarm, so "record" never loses the last finite state.
+        """
         config, state = self.config, self.state
         steps = self.ranks.from_main(self.folder.checkpoints())
         newest = max(steps, default=None)
@@ -177,9 +185,14 @@ class Trainer:
         tensors = state.tensors()
         if self.ranks.is_main:   # in this order: killed in between, the run meets the same alarm again
             for step in steps:
-                if step > state.step:   # the newest is the pinned one: kept, under a name that no resume takes
-                    path = checkpoint_path(self.folder.checkpoint_folder, "step", step)
-                    path.rename(path.with_suffix(".abandoned")) if step == steps[-1] else path.unlink()
+                path = checkpoint_path(self.folder.checkpoint_folder, "step", step)
+                if step > state.step and step == newest:   # the pinned one: kept, under a name that no resume takes
+                    path.rename(path.with_suffix(".abandoned"))
+                elif step > state.step:
+                    path.unlink()
+            for step in self.folder.checkpoints("ema"):
+                if step > state.step:
+                    checkpoint_path(self.folder.checkpoint_folder, "ema", step).unlink()
             self.folder.save(tensors, self._scalars(), config)
             self.folder.cut_metrics(state.step)
         return "rolled back"
@@ -188,6 +201,8 @@ class Trainer:
         """What a step leaves: previews and exports first, since a run killed before its save makes them again."""
         config, state = self.config, self.state
         if bad := state.monitor.non_finite():   # only between windows: at their ends the monitor has judged
+            if config.on_alarm == "record":
+                return   # a resumed run meets it again and judges it at the window's end, where the good one is pinned
             raise Diverged(f"not saved at step {state.step}: {bad}")
         tensors = state.tensors()
         if not self.ranks.is_main:

@@ -37,7 +37,7 @@ class Monitor:
             "bad_step": torch.zeros((), dtype=torch.int64, device=device),                      # first non-finite one
             "bad": torch.zeros(len(names), dtype=torch.bool, device=device),
         }
-        self.history = {"mse": [], "grad_norm_max": [], "grad_norms": [], "skips": 0, "alarmed": False}
+        self.history = {"mse": [], "grad_norm_max": [], "grad_norms": [], "skips": 0, "alarmed": None}
 
     def add_losses(self, losses, t: Tensor, y: Tensor) -> None:
         """Take in per-sample losses of a micro-batch; t are indices into the schedule, y what the model was told."""
@@ -111,6 +111,8 @@ class Monitor:
     def judge(self, row: dict, loss_ratio: float | None, grad_ratio: float | None) -> Alarm | None:
         """An alarm where this window breaks with the ones before it; one alarm until things are normal again.
 
+        Only what is not finite is news during another alarm.
+
         A spike must exceed the median of up to 20 earlier windows by a ratio and by six standard errors, so that a
         window of few images does not raise one.
         """
@@ -134,8 +136,8 @@ class Monitor:
             for name in ("mse", "grad_norm_max"):
                 if math.isfinite(row[name]):
                     history[name] = [*history[name][-19:], row[name]]
-        news, history["alarmed"] = alarm is not None and not history["alarmed"], alarm is not None
-        return alarm if news else None
+        before, history["alarmed"] = history["alarmed"], alarm and alarm.kind
+        return alarm if alarm and (not before or alarm.kind == "non-finite" != before) else None
 
 
 def _ratio(value: float, count: float) -> float:

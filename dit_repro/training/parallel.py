@@ -93,9 +93,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """The whole tensor on the CPU, detached; all ranks must call it."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu()
+    """The whole tensor where it is, detached; all ranks must call it."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def like(whole: Tensor, target: Tensor) -> Tensor:

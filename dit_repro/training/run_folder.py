@@ -1,5 +1,4 @@
 """The folder of a run: what a reader finds in it, and what the one process that writes it may do."""
-import errno
 import fcntl
 import json
 import math
@@ -12,9 +11,10 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from dit_repro.files import atomic_write, write_json
+from dit_repro.files import write_json
 from dit_repro.training.checkpoints import (
     DamagedCheckpoint,
+    checkpoint_digest,
     checkpoint_path,
     list_checkpoints,
     read_checkpoint,
@@ -22,6 +22,11 @@ from dit_repro.training.checkpoints import (
     write_checkpoint,
 )
 from dit_repro.training.config import TrainConfig
+from dit_repro.training.json_lines import append_line, read_lines, to_line, write_if_changed
+
+
+class FolderInUse(RuntimeError):
+    """Another process trains in this folder."""
 
 
 class RunFolder:
@@ -29,10 +34,13 @@ class RunFolder:
 
     config.json, metrics.jsonl (a line a window), events.jsonl (what happened when), status.json, train.log,
     checkpoints/ (step-*, ema-*, alarm-*), previews/.
+    With `last_step` it reads as a run of that many steps, also where the one on disk went on: config, metrics, events
+    and checkpoints end there. Step s of a longer run is step s of a shorter one.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, last_step: int | None = None):
         self.path = Path(path)
+        self.last_step = last_step
         self.checkpoint_folder = self.path / "checkpoints"
         self.previews = self.path / "previews"
 
@@ -44,18 +52,22 @@ class RunFolder:
         if not file.is_file():
             raise FileNotFoundError(f"no run in {self.path}: there is no config.json. Start one with --config")
         try:
-            return TrainConfig.from_json(file.read_text())
+            config = TrainConfig.from_json(file.read_text())
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
+        return replace(config, num_steps=self.last_step) if self.last_step else config
 
     def metrics(self):
         """A pandas DataFrame, one row a window of `log_every` steps; the columns of `Monitor.read_window`."""
         import pandas
-        return pandas.DataFrame(_read_lines(self.path / "metrics.jsonl"))
+        return pandas.DataFrame(self._until_last_step(read_lines(self.path / "metrics.jsonl")))
 
     def events(self) -> list[dict]:
         """What happened, oldest first: each has `time`, `event` and `step`."""
-        return _read_lines(self.path / "events.jsonl")
+        return self._until_last_step(read_lines(self.path / "events.jsonl"))
+
+    def _until_last_step(self, rows: list[dict]) -> list[dict]:
+        return [row for row in rows if self.last_step is None or row["step"] <= self.last_step]
 
     def status(self) -> dict:
         """state, step, num_steps, steps_per_second and perhaps reason.
@@ -77,17 +89,14 @@ class RunFolder:
 
     def checkpoints(self, kind: str = "step") -> list[int]:
         """Steps that can be loaded, ascending; "ema" are exported EMA weights, "alarm" states that raised an alarm."""
-        return list_checkpoints(self.checkpoint_folder, kind)
+        steps = list_checkpoints(self.checkpoint_folder, kind)
+        return [step for step in steps if self.last_step is None or step <= self.last_step]
 
     def load_model(self, step: int | None = None, ema: bool = True):
         """The model in eval mode on the CPU, with EMA or raw weights of a checkpoint; the newest one without `step`."""
         from dit_repro.training.state import build_model
         exported = self.checkpoints("ema") if ema else []
-        steps = sorted({*self.checkpoints(), *exported})
-        if not steps or step not in (None, *steps):
-            raise FileNotFoundError(f"{self.path} has no checkpoint{'' if step is None else f' of step {step}'}; "
-                                    f"it has {', '.join(map(str, steps)) or 'none yet'}")
-        step = steps[-1] if step is None else step
+        step = self._choose(step, {*self.checkpoints(), *exported})
         if step in exported:
             weights, _ = read_checkpoint(checkpoint_path(self.checkpoint_folder, "ema", step))
         else:
@@ -98,10 +107,17 @@ class RunFolder:
 
     def export_ema(self, step: int | None = None, path: str | Path | None = None) -> Path:
         """Write the EMA weights of a checkpoint alone, under the released checkpoint's names; returns the file."""
-        step = max(self.checkpoints(), default=0) if step is None else step
+        config, step = self.config(), self._choose(step, self.checkpoints())
         path = Path(path) if path else checkpoint_path(self.checkpoint_folder, "ema", step)
-        write_ema(path, self._section(step, "ema"), step, self.config())
+        write_ema(path, self._section(step, "ema"), step, config)
         return path
+
+    def _choose(self, step: int | None, steps) -> int:
+        """`step`, or the newest of `steps` without it; FileNotFoundError where it is not one of them."""
+        if not steps or step not in (None, *steps):
+            raise FileNotFoundError(f"{self.path} has no checkpoint{'' if step is None else f' of step {step}'}; "
+                                    f"it has {', '.join(map(str, sorted(steps))) or 'none yet'}")
+        return max(steps) if step is None else step
 
     def _section(self, step: int, section: str) -> dict:
         tensors, _ = read_checkpoint(checkpoint_path(self.checkpoint_folder, "step", step), (section,))
@@ -119,15 +135,29 @@ class RunFolder:
         return results
 
     def fork(self, path: str | Path, step: int, **changes) -> "RunFolder":
-        """A new run in `path` that goes on from a checkpoint of this one with some settings changed, same draws.
+        """A run in `path` that goes on from a checkpoint of this one with some settings changed, same draws.
 
         Start it with `launch(folder.config(), folder.path)`; another model or latent store than this run's is refused.
+        Asked again, the folder is returned as far as it got; ValueError where it holds anything else.
         """
         config, other = replace(self.config(), **changes), RunFolder(path)
-        tensors, scalars = read_checkpoint(checkpoint_path(self.checkpoint_folder, "step", step))
-        with other.writing(config):
+        source = checkpoint_path(self.checkpoint_folder, "step", self._choose(step, self.checkpoints()))
+        if config.num_steps <= step:
+            raise ValueError(f"num_steps = {config.num_steps}: a fork from step {step} has to end after it")
+        checkpoint = checkpoint_digest(source)
+        if begun := other.checkpoints():
+            forks = [(event["step"], event.get("checkpoint")) for event in other.events() if event["event"] == "forked"]
+            if (step, checkpoint) not in forks:
+                raise ValueError(f"{other.path} holds a run at step {begun[-1]} that was not forked from {source}: use "
+                                 "another folder")
+            if not other.is_past(config):
+                other.prepare(config)
+            return RunFolder(path, config.num_steps)
+        tensors, scalars = read_checkpoint(source)
+        with other.writing(config):   # the event first: a fork killed in between is made again
+            other.add_event("forked", step, source=str(source.resolve()), checkpoint=checkpoint,
+                            changed=sorted(changes))
             other.save(tensors, {**scalars, "identity": {**scalars["identity"], "config": config.digest()}}, config)
-            other.add_event("forked", step, source=str(self.path.resolve()), changed=sorted(changes))
         return other
 
     # Writing
@@ -139,37 +169,59 @@ class RunFolder:
         with open(self.path / "run.lock", "a+") as file:
             if not _lock(file, fcntl.LOCK_EX):
                 file.seek(0)
-                raise RuntimeError(f"{self.path} is in use by {file.read().strip()}: two runs cannot share a folder")
+                raise FolderInUse(f"{self.path} is in use by {file.read().strip()}: two runs cannot share a folder")
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
             for left_over in (*self.checkpoint_folder.glob("*.tmp"), *self.path.glob(".*.tmp")):
                 left_over.unlink()   # of a process that was killed while it wrote
-            write_if_changed(self.path / "events.jsonl", "".join(map(_line, self.events())))
+            events = self.path / "events.jsonl"
+            write_if_changed(events, "".join(map(to_line, read_lines(events))))
             yield
 
     def prepare(self, config: TrainConfig) -> None:
         """Make the folder hold this run; ValueError names the fields in which a run that has begun there differs."""
-        steps = self.checkpoints()
-        if (steps or self.is_locked()) and (differences := self.config().differences(config)):
-            listed = "; ".join(f"{name} is {old!r}, asked for {new!r}" for name, (old, new) in differences.items())
-            raise ValueError(f"{self.path} holds another run: {listed}. Use another folder, or the same settings")
-        if steps and steps[-1] > config.num_steps:
-            raise ValueError(f"{self.path} is already at step {steps[-1]}, past num_steps = {config.num_steps}: use "
-                             "another folder for a shorter run")
+        if self.checkpoints() or self.is_locked():
+            self._refuse_another(config)
+        else:   # a model that cannot be built must not leave a folder behind
+            import torch
+
+            from dit_repro.training.state import build_model
+            with torch.device("meta"):
+                build_model(config)
         for folder in (self.checkpoint_folder, self.previews):
             folder.mkdir(parents=True, exist_ok=True)
         if not self.is_locked():
             write_if_changed(self.path / "config.json", config.to_json())
 
+    def is_past(self, config: TrainConfig) -> bool:
+        """Whether the run here went on after all that `config` asks for, so that its folder must stay as it is.
+
+        ValueError where it holds another run, or is past num_steps and has no checkpoint of that step.
+        """
+        steps = self.checkpoints()
+        if not steps or steps[-1] <= config.num_steps:
+            return False
+        self._refuse_another(config)
+        if config.num_steps not in steps:
+            raise ValueError(f"{self.path} is already at step {steps[-1]}, past num_steps = {config.num_steps}, and "
+                             f"has no checkpoint of that step. Ask for one of {', '.join(map(str, steps))}, or use "
+                             "another folder")
+        return True
+
+    def _refuse_another(self, config: TrainConfig) -> None:
+        if differences := self.config().differences(config):
+            listed = "; ".join(f"{name} is {old!r}, asked for {new!r}" for name, (old, new) in differences.items())
+            raise ValueError(f"{self.path} holds another run: {listed}. Use another folder, or the same settings")
+
     def add_metrics(self, row: dict) -> None:
         """Append a line; a value that is not finite becomes null, which metrics() reads as NaN."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        _append(self.path / "metrics.jsonl", finite)
+        append_line(self.path / "metrics.jsonl", finite)
 
     def add_event(self, event: str, step: int, **details) -> None:
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        _append(self.path / "events.jsonl", {"time": now, "event": event, "step": step, **details})
+        append_line(self.path / "events.jsonl", {"time": now, "event": event, "step": step, **details})
 
     def set_status(self, state: str, step: int, num_steps: int, **details) -> None:
         write_json(self.path / "status.json", {"state": state, "step": step, "num_steps": num_steps, **details})
@@ -178,7 +230,7 @@ class RunFolder:
         """Drop lines after `step`, which the resumed run writes again, and a torn last one."""
         file = self.path / "metrics.jsonl"
         if file.is_file():
-            write_if_changed(file, "".join(_line(row) for row in _read_lines(file) if row["step"] <= step))
+            write_if_changed(file, "".join(to_line(row) for row in read_lines(file) if row["step"] <= step))
 
     def save(self, tensors: dict, scalars: dict, config: TrainConfig) -> None:
         """Write the checkpoint of a step, then delete those that retention does not keep."""
@@ -216,38 +268,6 @@ class RunFolder:
 
 def write_ema(path: Path, weights: dict, step: int, config: TrainConfig) -> None:
     write_checkpoint(path, weights, {"step": step, "model": config.model, "ema_decay": config.ema_decay})
-
-
-def write_if_changed(path: Path, text: str) -> None:
-    if not path.is_file() or path.read_text() != text:
-        with atomic_write(path) as file:
-            file.write(text)
-
-
-def _line(value: dict) -> str:
-    return json.dumps(value, allow_nan=False) + "\n"
-
-
-def _append(path: Path, value: dict) -> None:
-    """Add a line and flush it to the disk, so that no checkpoint outlives the lines before it."""
-    with open(path, "ab", buffering=0) as file:
-        size = file.tell()
-        try:
-            line = _line(value).encode()
-            if file.write(line) != len(line):
-                raise OSError(errno.ENOSPC, f"no room for a line in {path}")
-            os.fsync(file.fileno())
-        except OSError:
-            os.truncate(path, size)   # half a line would make the next one unreadable
-            raise
-
-
-def _read_lines(path: Path) -> list[dict]:
-    """The values of a .jsonl file. A last line without its end is being written, or never was, and is left out."""
-    if not path.is_file():
-        return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def _lock(file, kind: int) -> bool:

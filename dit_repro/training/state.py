@@ -50,7 +50,10 @@ class TrainState:
         self.retry = 0      # roll-backs so far: later steps draw other noise
 
     def tensors(self) -> dict[str, Tensor]:
-        """Sections model, ema, optimizer and monitor, on the CPU; all ranks must call it."""
+        """Sections model, ema, optimizer and monitor, on the CPU; all ranks must call it, the main one gets them.
+
+        One tensor at a time is whole on the device, and no other rank copies what it would not write.
+        """
         slots = self.optimizer.state_dict()["state"]
         named = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         named |= {f"ema.{name}": tensor for name, tensor in self.ema.tensors.items()}
@@ -58,7 +61,8 @@ class TrainState:
                   for slot, tensor in slots.get(i, {}).items()}
         named |= {f"monitor.{name}": self.ranks.sum(tensor.clone()) if name in SUMS else tensor
                   for name, tensor in self.monitor.tensors.items()}
-        return {name: gather(tensor).contiguous() for name, tensor in named.items()}
+        wholes = ((name, gather(tensor)) for name, tensor in named.items())
+        return {name: whole.cpu().contiguous() for name, whole in wholes if self.ranks.is_main}
 
     def scalars(self) -> dict:
         return {"step": self.step, "retry": self.retry, "scaler": self.scaler.state_dict(),

@@ -37,12 +37,14 @@ run = start(globals())
 
 # %% [markdown]
 # ## A measured section
+#
+# The level is drawn in [figure 1.1](#fig-level).
 
 # %%
 run.record("half", 0.5, seeds=[0, 1, 2], interval=(0.4, 0.6))
 run.record("flag_is", str(flag))
 run.record("flag_type", type(flag).__name__)
-run.say(r"One half is {half:.2f}, from {half.low} to {half.high}, and $\\frac{1}{2}$ stays.")
+run.say(r"One half is {half:.2f}, from {half.low} to {half.high}, and $\\frac{1}{2}$ stays; see [it](#fig-level).")
 
 # %%
 plt.plot([0, 1], [1, 0])
@@ -82,10 +84,15 @@ time.sleep(60)
 # %%
 after = 1
 '''
-EARLY_EXIT = PARAMETERS.format(title="Early exit") + '''
+EARLY_EXIT = PARAMETERS.format(title="Early exit").replace("flag", "switch") + '''
 # %%
 import sys
 
+from dit_repro.book import start
+
+run = start(globals())
+run.record("switch_is", str(switch))
+run.record("switch_type", type(switch).__name__)
 sys.exit(0)
 
 # %%
@@ -155,17 +162,24 @@ def _make_runs(root: Path) -> None:
         environment.setenv("JUPYTER_PATH", str(shadow.parents[2]))
         lines = []
         with pytest.raises(RuntimeError) as failure:
-            run_book(root, ["1", "2", "4"], "smoke", ["flag=false"], echo=lines.append)
+            run_book(root, ["1", "2", "4"], "smoke", ["switch=false"], echo=lines.append)
         (root / "said.txt").write_text("\n".join([*lines, str(failure.value)]), encoding="utf-8")
         with pytest.raises(RuntimeError):
             run_book(root, ["03_slow"], "smoke", timeout=3, echo=lambda line: None)
-        run_book(root, ["01"], "smoke", ["flag=false"], fresh=True, echo=lambda line: None)
+        run_book(root, ["01"], "smoke", fresh=True, echo=lambda line: None)
 
 
 @pytest.fixture
 def book(tmp_path) -> Path:
     """A toy book whose one chapter was never run."""
     return make_book(tmp_path / "book-root", {"01_good": GOOD})
+
+
+@pytest.fixture
+def slow_book(tmp_path) -> Path:
+    """A toy book of two chapters that print a word and sleep."""
+    slow = SLOW.replace("import time", "import time\nprint('shown')")
+    return make_book(tmp_path / "slow-root", {"01_slow": slow, "02_next": slow})
 
 
 @pytest.fixture

@@ -1,3 +1,4 @@
+import json
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 
 from dit_repro.book.chapters import PROFILES, chapters
 from dit_repro.book.claims import VERDICTS, Claim, judge, load_claims, load_results, recording_cells, tally, update
+from dit_repro.book.provenance import sealed
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +19,7 @@ def claim(**fields) -> Claim:
 
 
 def result(value, profile="laptop", stale=False) -> dict:
-    return {"profile": profile, "stale": stale, "device": "CPU", "metrics": {"m": {"value": value}}}
+    return {"profile": profile, "stale": stale, "changed": {}, "device": "CPU", "metrics": {"m": {"value": value}}}
 
 
 @pytest.mark.parametrize("scope, value, verdict", [
@@ -36,6 +38,8 @@ def test_the_verdict_follows_from_scope_and_value(scope, value, verdict):
     ([result(2), result(1, "gpu")], "reproduced"),                      # the larger run decides
     ([result(1), result(2, "paper", stale=True)], "reproduced"),        # but not with old code
     ([{**result(1), "metrics": {"other": {"value": 1}}}], "not run"),
+    ([{**result(1), "changed": {"num_steps": 50}}], "not run"),        # laptop by name only
+    ([result(2), {**result(1, "gpu"), "changed": {"num_steps": 50}}], "not reproduced"),
 ])
 def test_the_largest_fresh_run_that_is_large_enough_decides(results, verdict):
     assert judge(claim(expect=1, abs_tol=0), results)[0] == verdict
@@ -49,6 +53,25 @@ def test_the_largest_fresh_run_that_is_large_enough_decides(results, verdict):
 def test_expectations_hold_inside_and_fail_outside(expectation, inside, outside):
     assert all(claim(**expectation).holds(value) for value in inside)
     assert not any(claim(**expectation).holds(value) for value in outside)
+
+
+@pytest.mark.parametrize("expectation, interval, verdict", [
+    ({"above": 0}, [0.1, 2], "reproduced"), ({"below": 0}, [0.1, 2], "not reproduced"),
+    ({"above": 0}, [-0.1, 2], "undecided"), ({"below": 0}, [-0.1, 2], "undecided"),
+    ({"expect": 1, "abs_tol": 0}, [-5, 5], "reproduced"),
+])
+def test_an_interval_on_both_sides_of_a_bound_decides_nothing(expectation, interval, verdict):
+    measured = result(1)
+    measured["metrics"]["m"]["interval"] = interval
+    assert judge(claim(**expectation), [measured])[0] == verdict
+
+
+@pytest.mark.parametrize("value, expectation", [
+    ("0.5", {"expect": 0.5, "abs_tol": 1}), (True, {"above": 0.5}), (True, {"expect": 0.9, "rel_tol": 1}),
+])
+def test_a_claim_is_not_decided_by_a_text_or_by_a_bool_that_is_measured_against_a_number(value, expectation):
+    with pytest.raises(ValueError, match=r"claim x expects a number, .* but 01_good records m = "):
+        claim(**expectation).holds(value)
 
 
 @given(st.sampled_from(PROFILES), st.sampled_from(PROFILES), st.booleans(), st.floats(-9, 9),
@@ -103,7 +126,7 @@ def test_the_claims_of_this_book_are_well_formed_and_cover_every_chapter_and_sou
 ])
 def test_arithmetic_claims_come_out_as_the_arithmetic_does(id, value, verdict):
     found = next(claim for claim in load_claims(ROOT) if claim.id == id)
-    measured = {"profile": "smoke", "stale": False, "metrics": {found.metric: {"value": value}}}
+    measured = {"profile": "smoke", "stale": False, "changed": {}, "metrics": {found.metric: {"value": value}}}
     assert judge(found, [measured])[0] == verdict
 
 
@@ -112,11 +135,30 @@ def test_the_scoreboard_shows_value_spread_seeds_profile_device_and_links_to_the
     row = next(line for line in page.splitlines() if "Half is a half." in line)
     assert "**0.5**, [0.4, 0.6], 3 seeds, smoke on CPU" in row and "0.5 ± 0.01" in row
     assert ">reproduced</span>](01_good.ipynb#a-measured-section)" in row
-    assert "## `09_later`, not written yet" in page
+    assert "## 09_later, not written yet" in page
+    assert '| [1 Good](#1-good) | 2 claims: **1** <span class="verdict reproduced">reproduced</span>, **1** ' in page
+    made = load_results(good_book)["01_good"][0]
+    assert f"- `smoke` on {made['device']}, commit `{made['commit']}`, package `{made['package']}`\n" in page
     line = ('3 claims: **1** <span class="verdict reproduced">reproduced</span>, '
             '**1** <span class="verdict not-reproduced">not reproduced</span>, ')
     assert line in page and line in (good_book / "book" / "index.md").read_text()
     assert tally(load_claims(good_book), load_results(good_book)).startswith(line)
+
+
+def test_numbers_of_a_run_with_another_setting_decide_nothing_and_the_page_says_which(good_book):
+    path = good_book / "book" / "_results" / "01_good.smoke.json"
+    results = json.loads(path.read_text())
+    results["parameters"] |= {"num_steps": 50, "data": ".../imagenet"}
+    path.write_text(json.dumps(sealed(results)))
+    update(good_book)
+    page = (good_book / "book" / "scoreboard.md").read_text()
+    assert "3 claims: **3** <span" in page and ", num_steps = 50\n" in page
+    assert page.count("needs profile smoke; a run with num_steps = 50 decides nothing") == 2
+    results["parameters"]["num_steps"] = None             # only the data lay elsewhere
+    path.write_text(json.dumps(sealed(results)))
+    update(good_book)
+    page = (good_book / "book" / "scoreboard.md").read_text()
+    assert "decides nothing" not in page and ", data = .../imagenet\n" in page
 
 
 def test_a_changed_claim_updates_every_page_and_check_sees_it_first(good_book):

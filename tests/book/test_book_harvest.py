@@ -8,6 +8,7 @@ from dit_repro.book.chapters import chapters
 from dit_repro.book.harvest import harvest, published
 from dit_repro.book.lint import MAX_BYTES, lint, notebook_problems
 from dit_repro.book.new_chapter import new_chapter
+from dit_repro.book.provenance import sealed
 
 
 def read(book):
@@ -34,7 +35,7 @@ def test_a_harvested_book_passes_lint_and_has_neither_injected_cell_nor_run_meta
     assert code[-2].outputs == [nbformat.v4.new_output("stream", name="stdout", text="a line\nanother\n")]
     assert code[-3].metadata["mystnb"] == {"image": {"alt": "a flat line"}}
     made = read(good_book).metadata["dit_repro"]
-    assert made["parameters"] == {"profile": "smoke", "flag": False, "num_steps": None} and made["seconds"] > 0
+    assert made["parameters"] == {"profile": "smoke", "flag": True, "num_steps": None} and made["seconds"] > 0
 
 
 def test_harvesting_twice_and_harvesting_an_equal_run_leave_the_same_bytes(good_book, executed):
@@ -100,13 +101,30 @@ def plant_unexecuted(notebook, code):
     code[4].execution_count, code[4].outputs = None, []
 
 
-def plant_path(notebook, code):
-    code[3].outputs.append(nbformat.v4.new_output("stream", name="stdout", text="saved to /home/ada/runs/one"))
-
-
 def plant_widget(notebook, code):
     view = {"application/vnd.jupyter.widget-view+json": {"model_id": "lost"}}
     code[3].outputs.append(nbformat.v4.new_output("display_data", view))
+
+
+def plant_widget_state(notebook, code):
+    notebook.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": {"state": {}}}
+
+
+def plant_stamp(notebook, code):
+    notebook.metadata["dit_repro"]["device"] = "H200"
+
+
+def plant_setting(notebook, code):
+    made = notebook.metadata["dit_repro"]
+    notebook.metadata["dit_repro"] = sealed({**made, "parameters": {**made["parameters"], "num_steps": 50}})
+
+
+def plant_reference(notebook, code):
+    notebook.cells[0].source += "\nSee [figure 1.2](#fig-level)."
+
+
+def plant_lost_figure(notebook, code):
+    code[4].outputs[-1]["data"]["text/markdown"] = "**Figure 1.1.** The level."
 
 
 def plant_size(notebook, code):
@@ -121,12 +139,37 @@ def plant_package(notebook, code):
     (plant_output, "outputs were changed by hand"), (plant_injected, "injected by papermill"),
     (plant_error, "ends in an error: ValueError"), (plant_stderr, "writes to stderr"),
     (plant_order, "once each, in order"), (plant_unexecuted, "never run"),
-    (plant_path, "a path of one machine: /home/ada"), (plant_widget, "state was not saved"),
+    (plant_widget, "shows a widget, which is dead in a page"), (plant_widget_state, "holds widget state"),
+    (plant_stamp, "its stamp (profile, parameters, device ...) was changed by hand"),
+    (plant_setting, "warning: was run with num_steps = 50, not with its profile's own settings"),
+    (plant_reference, "says 'figure 1.2' of #fig-level, which is figure 1.1"),
+    (plant_lost_figure, "refers to #fig-level, which no output shows"),
     (plant_size, "at most 1,500,000"), (plant_package, "warning: was made with another version of dit_repro"),
 ])
 def test_lint_names_a_fault_planted_in_the_committed_notebook(good_book, fault, message):
     edit(good_book, fault)
     assert message in found(good_book)
+
+
+@pytest.mark.parametrize("text", [
+    "saved to /home/ada/runs/one", "'/workspace/run'", "/nfs/ada/x", "=/lustre/ada", "/gpfs/p", "(/storage/a/b)",
+    "/srv/a/b", "/export/a/b", "/kaggle/input/x", "/scratch/ada", "/work/ada", "<td>/opt/x/y</td>", "file:///home/ada/x",
+    r"C:\Users\ada", r"'D:\\data\\latents'", "C:/Users/ada",
+])
+def test_lint_names_a_path_of_one_machine(good_book, text):
+    edit(good_book, lambda notebook, code: code[3].outputs.append(
+        nbformat.v4.new_output("display_data", {"text/html": text})))
+    assert "shows a path of one machine: " in found(good_book)
+
+
+@pytest.mark.parametrize("text", [
+    "https://arxiv.org/abs/2212.09748", "DiT-B/2/4", "read/write/seek", "images/s per core", "$f:\\mathbb{R}^n$",
+    '<img src="data:image/webp;base64,aa+/home/ada/x/y==">', "</td></tr>", "1/2", "$\\frac{a}{b}/c/d$", "and/or/not",
+])
+def test_lint_takes_no_url_formula_or_picture_for_a_path(good_book, text):
+    edit(good_book, lambda notebook, code: code[3].outputs.append(
+        nbformat.v4.new_output("display_data", {"text/html": text})))
+    assert "a path of one machine" not in found(good_book)
 
 
 @pytest.mark.parametrize("old, new, message", [
@@ -137,7 +180,8 @@ def test_lint_names_a_fault_planted_in_the_committed_notebook(good_book, fault, 
     ('print("another")', "# !false", "hides a shell command's failure"),
     ('print("another")', "1\n" * 30, "more than 25 lines"),
     ("# # Good", "# Good", "opens with the title"),
-    ('run.record("half"', 'run.record("third"', "STALE"), ('print("another")', "print(", "line 46 is not valid Python"),
+    ("(#fig-level)", "(#fig-levels)", "refers to #fig-levels; the chapter's figures are level"),
+    ('run.record("half"', 'run.record("third"', "STALE"), ('print("another")', "print(", "line 48 is not valid Python"),
 ])
 def test_lint_names_a_broken_contract_in_the_source(good_book, old, new, message):
     source = good_book / "book" / "01_good.py"
@@ -152,12 +196,61 @@ def test_lint_sees_chapters_that_no_reader_can_reach_and_pages_that_do_not_exist
     assert "02_hidden.py: not in _toc.yml" in found(good_book) and "book/index does not exist" in found(good_book)
 
 
-def test_lint_sees_results_typed_by_hand(good_book):
+def plant_value(results):
+    results["metrics"]["half"]["value"] = 0.51
+
+
+def plant_interval(results):
+    results["metrics"]["half"]["interval"] = [0.49, 0.51]
+
+
+def plant_seeds(results):
+    results["metrics"]["half"]["seeds"] = 30
+
+
+def plant_profile(results):
+    results["profile"] = "paper"
+
+
+def plant_device(results):
+    results["device"] = "H200"
+
+
+@pytest.mark.parametrize("fault", [plant_value, plant_interval, plant_seeds, plant_profile, plant_device])
+def test_lint_sees_results_typed_by_hand(good_book, fault):
     path = good_book / "book" / "_results" / "01_good.smoke.json"
     results = json.loads(path.read_text())
-    results["metrics"]["half"]["value"] = 0.51
+    fault(results)
     path.write_text(json.dumps(results))
     assert "01_good.smoke.json: was changed by hand" in found(good_book)
+
+
+def test_lint_sees_a_caption_or_a_picture_changed_by_hand_and_a_picture_that_is_gone(good_book):
+    note, picture = (good_book / "figures" / f"level.{kind}" for kind in ("json", "png"))
+    before = note.read_text()
+    note.write_text(before.replace("The level", "A level"))
+    assert "figures/level.json: it or its picture was changed by hand" in found(good_book)
+    note.write_text(before)
+    assert lint(good_book) == []
+    picture.write_bytes(b"another")
+    assert "figures/level.json: it or its picture was changed by hand" in found(good_book)
+    (good_book / "README.md").write_text("![a level](figures/level.jpg)")
+    assert "README.md: shows figures/level.jpg, which does not exist" in found(good_book)
+
+
+def test_numbers_made_with_an_older_package_are_flagged_with_their_commit(good_book):
+    path = good_book / "book" / "_results" / "01_good.smoke.json"
+    results = json.loads(path.read_text())
+    path.write_text(json.dumps(sealed({**results, "package": "0" * 16})))
+    assert f"warning: was measured at commit {results['commit']} with another version of dit_repro" in found(good_book)
+
+
+def test_a_text_that_is_to_decide_a_claim_is_named(good_book):
+    path = good_book / "book" / "_results" / "01_good.smoke.json"
+    results = json.loads(path.read_text())
+    results["metrics"]["half"] = {"value": "0.5"}
+    path.write_text(json.dumps(sealed(results)))
+    assert "claim half expects a number, 0.5 ± 0.01, but 01_good records half = '0.5'" in found(good_book)
 
 
 def test_outputs_that_lint_would_refuse_are_not_harvested(good_book, executed):

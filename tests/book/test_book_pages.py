@@ -1,3 +1,4 @@
+import re
 import subprocess
 from html import unescape
 from pathlib import Path
@@ -7,7 +8,7 @@ import yaml
 from click.testing import CliRunner
 
 from dit_repro.book.lint import lint
-from dit_repro.book.pages import build_pages, repository_buttons
+from dit_repro.book.pages import MATHJAX, MATHJAX_FILE, build_pages, repository_buttons
 from dit_repro.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -15,9 +16,15 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_strict_build_shows_figure_caption_prose_and_verdicts_and_leaves_the_book_alone(good_book):
     before = {path: path.read_bytes() for path in (good_book / "book").rglob("*") if path.is_file()}
-    build_pages(good_book)
-    page = unescape((good_book / "_build" / "html" / "book" / "01_good.html").read_text())
-    assert 'alt="a flat line"' in page and "<strong>Figure 1.1.</strong> The level 0.5." in page
+    subprocess.run(["git", "init", "-q", "-b", "main", str(good_book)], check=True)
+    subprocess.run(["git", "-C", str(good_book), "remote", "add", "origin", "git@github.com:ada/dit.git"], check=True)
+    html = build_pages(good_book).parent
+    page = unescape((html / "book" / "01_good.html").read_text())
+    assert 'alt="a flat line"' in page and '<p id="fig-level"><strong>Figure 1.1.</strong> The level 0.5.' in page
+    assert page.count('href="#fig-level"') == 2 and "(fig-level)=" not in page      # from Markdown and from run.say
+    assert (html / "_sources/book/01_good.ipynb").read_bytes() == (good_book / "book/01_good.ipynb").read_bytes()
+    assert "ada/dit/edit/main/./book/01_good.py" in page
+    assert "ada/dit/edit/main/./book/claims.yml" in (html / "book" / "scoreboard.html").read_text()
     assert "One half is 0.50, from 0.4 to 0.6" in page and r"\(\frac{1}{2}\)" in page
     assert 'class="verdict reproduced">reproduced' in page and "provenance" in page
     scoreboard = (good_book / "_build" / "html" / "book" / "scoreboard.html").read_text()
@@ -25,10 +32,23 @@ def test_a_strict_build_shows_figure_caption_prose_and_verdicts_and_leaves_the_b
     assert before == {path: path.read_bytes() for path in (good_book / "book").rglob("*") if path.is_file()}
 
 
+def test_offline_pages_load_nothing_from_the_network(good_book, tmp_path, monkeypatch):
+    monkeypatch.setenv("DIT_REPRO_WORKSPACE", str(tmp_path))
+    kept = tmp_path / "vendor" / MATHJAX / "package" / MATHJAX_FILE      # as npm leaves it
+    kept.parent.mkdir(parents=True)
+    kept.write_text("// MathJax")
+    loads = re.compile(r'(?:src="|rel="stylesheet"[^>]*href="|@import\s+|url\()(https?:)?//')
+    assert loads.search('<script defer="defer" src="https://cdn.jsdelivr.net/npm/mathjax@3/es5/tex-mml-chtml.js">')
+    html = build_pages(good_book, offline=True).parent
+    assert [page.name for page in html.rglob("*.html") if loads.search(page.read_text())] == []
+    assert "../_static/vendor/tex-svg-full.js" in (html / "book" / "01_good.html").read_text()
+    assert (html / "_static" / "vendor" / "tex-svg-full.js").read_text() == "// MathJax"
+
+
 def test_a_broken_reference_fails_the_strict_build(good_book):
     with open(good_book / "book" / "index.md", "a") as page:
-        page.write("\nSee [nothing](nowhere.md) and {cite}`nobody`.\n")
-    with pytest.raises(RuntimeError, match="nobody"):
+        page.write("\nSee [nothing](nowhere.md), {cite}`nobody` and [figure 1.1](#fig-none).\n")
+    with pytest.raises(RuntimeError, match=r"(?s)^(?=.*nowhere)(?=.*nobody)(?=.*fig-none)"):
         build_pages(good_book)
 
 

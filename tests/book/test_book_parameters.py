@@ -3,7 +3,20 @@ import re
 import pytest
 
 from dit_repro.book.chapters import PROFILES, Parameter, cast_parameters, chapters, select_chapters
-from dit_repro.book.run import run_book
+from dit_repro.book.run import _locate_data, run_book
+
+
+@pytest.fixture
+def book_of_two(book):
+    """The toy book with a parameter `data`, and a second chapter whose `flag` is called `switch`."""
+    source = book / "book" / "01_good.py"
+    text = source.read_text()
+    source.write_text(text.replace("flag: bool", 'data: str = ""\nflag: bool'))
+    (book / "book" / "02_other.py").write_text(text.replace("flag", "switch"))
+    toc = book / "_toc.yml"
+    toc.write_text(toc.read_text().replace("      - file: book/01_good", "      - file: book/01_good\n"
+                                           "      - file: book/02_other"))
+    return book
 
 
 def test_the_book_and_the_experiments_name_the_same_profiles():
@@ -44,15 +57,35 @@ def test_chapters_are_chosen_by_number_or_name_in_reading_order(executed):
 @pytest.mark.parametrize("wanted, profile, overrides, message", [
     (["9"], "smoke", [], "unknown chapter '9'; the chapters are 01_good"),
     ([], "tiny", [], "unknown profile 'tiny'; the profiles are smoke, laptop, gpu, paper"),
-    ([], "smoke", ["num_step=5"], "unknown parameter 'num_step=5'; give NAME=VALUE with one of flag, num_steps"),
+    ([], "smoke", ["num_step=5"], "unknown parameter 'num_step=5'; give NAME=VALUE with one of data, flag, num_steps"),
     ([], "smoke", ["flag"], "unknown parameter 'flag'"),
     ([], "smoke", ["profile=gpu"], "chosen with --profile"),
     ([], "smoke", ["flag=0"], "flag='0' is not of type bool"),
+    (["1"], "smoke", ["switch=true"], "one of data, flag, num_steps; switch is a parameter of 02_other"),
+    ([], "smoke", ["data=nowhere"], "data=nowhere: expected a folder with the four Fashion-MNIST IDX files, or with "
+     "train/ and val/ that hold a folder for each class (ImageNet's layout); there is no such folder"),
+    ([], "smoke", ["data=book"], "found neither there"),
 ])
-def test_a_typing_error_stops_before_anything_runs(book, wanted, profile, overrides, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        run_book(book, wanted, profile, overrides)
-    assert not (book / "_runs").exists()
+def test_a_typing_error_stops_before_anything_runs(book_of_two, wanted, profile, overrides, message, monkeypatch):
+    monkeypatch.chdir(book_of_two)
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
+        run_book(book_of_two, wanted, profile, overrides)
+    assert not (book_of_two / "_runs").exists()
+
+
+def test_a_folder_given_relative_to_the_user_reaches_the_kernel_as_the_same_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)          # a kernel works in book/
+    (tmp_path / "mine" / "train").mkdir(parents=True)
+    (tmp_path / "mine" / "val").mkdir()
+    values = {"data": "mine", "autoencoder": "stabilityai/sd-vae-ft-ema"}
+    _locate_data(values)
+    assert values == {"data": str(tmp_path / "mine"), "autoencoder": "stabilityai/sd-vae-ft-ema"}
+    (tmp_path / "idx").mkdir()
+    (tmp_path / "idx" / "t10k-images-idx3-ubyte.gz").touch()
+    for value in ("embedded", "", "idx"):
+        _locate_data({"data": value, "autoencoder": "embedded"})
+    with pytest.raises(FileNotFoundError, match=r"autoencoder=\./vae: no such folder; expected a folder"):
+        _locate_data({"autoencoder": "./vae"})
 
 
 def test_a_parameter_reaches_only_the_chapters_that_declare_it(executed):

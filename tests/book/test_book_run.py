@@ -1,5 +1,11 @@
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -45,8 +51,10 @@ def test_an_exported_backend_or_kernelspec_changes_nothing(runs):
 
 
 def test_overrides_reach_the_kernel_with_their_type(runs):
+    metrics = json.loads((runs[0] / "04_early_exit" / "results.json").read_text())["metrics"]
+    assert (metrics["switch_is"]["value"], metrics["switch_type"]["value"]) == ("False", "bool")
     metrics = json.loads((runs[0] / "01_good" / "results.json").read_text())["metrics"]
-    assert (metrics["flag_is"]["value"], metrics["flag_type"]["value"]) == ("False", "bool")
+    assert metrics["flag_is"]["value"] == "True"        # it has no such parameter
     assert metrics["half"] == {"value": 0.5, "seeds": 3, "interval": [0.4, 0.6]}
 
 
@@ -58,13 +66,13 @@ def test_the_source_is_not_touched_by_a_run(executed):
 def test_an_unchanged_chapter_is_used_again_and_a_changed_one_is_not(executed, runs, monkeypatch):
     monkeypatch.setattr("papermill.execute_notebook", lambda *a, **k: pytest.fail("ran an unchanged chapter"))
     said = []
-    again = run_book(executed, ["1"], "smoke", ["flag=false"], echo=said.append)
+    again = run_book(executed, ["1"], "smoke", echo=said.append)
     assert "nothing changed since" in said[0] and read_status(again / "01_good") == read_status(runs[2] / "01_good")
     shutil.rmtree(again)
     chapter = select_chapters(executed, ["1"])[0]
-    values = {"profile": "smoke", "flag": False}
+    values = {"profile": "smoke"}
     assert find_run(executed, "01_good", stamp(executed, chapter, values)) == runs[2] / "01_good"
-    for other in ({"profile": "laptop", "flag": False}, {"profile": "smoke", "flag": True}):
+    for other in ({"profile": "laptop"}, {"profile": "smoke", "flag": False}):
         assert find_run(executed, "01_good", stamp(executed, chapter, other)) is None
     for changed in ("code", "package", "device"):
         assert find_run(executed, "01_good", {**stamp(executed, chapter, values), changed: "other"}) is None
@@ -74,11 +82,35 @@ def test_a_run_stopped_by_the_user_is_marked_and_never_used_again(book, monkeypa
     def stop(*arguments, **options):
         raise KeyboardInterrupt
     monkeypatch.setattr("papermill.execute_notebook", stop)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="stopped in 01_good; kept are latents"):
         run_book(book, [], "smoke", echo=lambda line: None)
     run = next((book / "_runs").iterdir())
     assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
-    assert read_status(run / "01_good")["state"] == "failed"
+    assert read_status(run / "01_good")["state"] == "interrupted"
+    assert find_run(book, "01_good", read_status(run / "01_good")["stamp"]) is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_a_running_cell_with_one_line_and_keeps_what_it_showed(slow_book, tmp_path, number):
+    command = [sys.executable, "-m", "dit_repro", "run", "--profile", "smoke", "--no-build"]
+    with open(tmp_path / "said.txt", "w") as said:
+        # A shell in the background ignores Ctrl-C for its children, and so would these.
+        process = subprocess.Popen(command, cwd=slow_book, stdout=said, stderr=said, start_new_session=True,
+                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                                   env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])})
+    log = None
+    while not (log and "shown" in log.read_text()) and process.poll() is None:
+        time.sleep(0.1)
+        log = next((slow_book / "_runs").glob("*/01_slow/log.txt"), None)
+    os.killpg(process.pid, number)        # as a terminal does: to everything in the foreground
+    assert process.wait() == 130
+    lines = [line for line in (tmp_path / "said.txt").read_text().splitlines() if "cells" not in line]
+    assert len(lines) == 1 and lines[0].startswith("dit-repro: stopped in 01_slow; kept are latents and training steps")
+    run = log.parents[1]
+    assert json.loads((run / "status.json").read_text())["state"] == "interrupted" and not (run / "02_next").exists()
+    assert "shown" in (run / "01_slow" / "notebook.ipynb").read_text()
+    assert "TCP" in (run / "01_slow" / "kernel.log").read_text()       # kept, though not shown
+    assert str(run) not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
 
 
 def test_a_cell_without_a_count_or_with_an_error_is_not_a_whole_run():

@@ -4,8 +4,16 @@ import torch
 from scipy.optimize import linprog
 from scipy.stats import kstest
 
-from dit_repro.evaluation import class_frechet, pixel_std, rank_classes, replay_labels, second_mode
-from dit_repro.evaluation.per_class import _dip
+from dit_repro.evaluation import (
+    FeatureStatistics,
+    class_frechet,
+    frechet_distance,
+    pixel_std,
+    rank_classes,
+    replay_labels,
+    second_mode,
+)
+from dit_repro.evaluation.per_class import _dip, _distance
 
 
 def test_labels_come_back_from_a_script_that_drew_noise_before_them():
@@ -134,9 +142,16 @@ def test_the_distance_of_a_class_shrinks_with_its_images_and_the_excess_does_not
     assert abs(few.excess.mean()) < 0.5 * few.distance.mean()
 
 
-def test_a_class_without_enough_images_is_named():
+def test_a_class_without_enough_images_is_left_out():
     features, labels = classes(10, 0)
     others = labels.clone()
     others[(labels == 3).nonzero()[3:]] = 0
-    with pytest.raises(ValueError, match="class 3: 10 generated and 3 reference images"):
-        class_frechet(features, labels, features, others)
+    assert sorted(class_frechet(features, labels, features, others).index) == [0, 1, 2]
+    with pytest.raises(ValueError, match="no class has 2 of the 4 generated and 4 of the 40 reference images"):
+        class_frechet(features[:4], torch.arange(4), features, labels)
+
+
+def test_few_images_of_many_features_have_the_distance_of_their_statistics():
+    x, y = (torch.randn(n, 30, generator=torch.Generator().manual_seed(n)) + 5 for n in (8, 60))
+    assert _distance(x, y) == pytest.approx(frechet_distance(*(FeatureStatistics(30).update(z) for z in (x, y))))
+    assert _distance(x, x) < 1e-12

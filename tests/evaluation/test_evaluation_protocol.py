@@ -10,9 +10,11 @@ from dit_repro.evaluation import (
     Protocol,
     bootstrap_interval,
     distance_by_count,
+    expected_floor,
     extrapolate,
     frechet_distance,
     influence,
+    noise_floor,
     standard_error,
 )
 
@@ -134,3 +136,21 @@ def test_counts_that_cannot_be_drawn_or_fitted_are_refused():
         distance_by_count(x, statistics(x), [50, 200])
     with pytest.raises(ValueError, match="at least 3 different counts"):
         extrapolate([10, 20], [1.0, 2.0])
+
+
+def test_the_floor_of_normal_features_is_the_one_their_spectrum_predicts():
+    generator = torch.Generator().manual_seed(0)
+    white = torch.randn(8_000, 10, generator=generator, dtype=torch.float64)
+    uneven = white * torch.logspace(0, -2, 10, dtype=torch.float64)
+    for x, known in ((white, (2 * 10 + 10 * 11 / 2) / 1_000), (uneven, None)):
+        expected = expected_floor(FeatureStatistics(10).update(x), 1_000)
+        assert known is None or expected == pytest.approx(known, rel=0.02)
+        assert noise_floor(x, (1_000,), repeats=60).mean() == pytest.approx(expected, rel=0.1)
+
+
+def test_the_two_subsets_of_a_floor_are_disjoint():
+    x = torch.arange(10.0)[:, None].double()          # halves of one dimension: means and variances tell them apart
+    distances = noise_floor(x, (5,), repeats=50)[0]
+    assert distances.min() > 0
+    with pytest.raises(ValueError, match="from 2 to 5, half of the features given"):
+        noise_floor(x, (6,))

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from dit_repro.evaluation import (
-    DinoFeatures,
     FeatureExtractor,
     Features,
     FeatureStatistics,
@@ -183,17 +182,12 @@ def test_rows_kept_of_a_reference_are_spread_evenly_and_its_statistics_are_of_al
     torch.testing.assert_close(features.statistics.mean, Tiny()(images).pool.double().mean(0))
 
 
-RANKS = """
-import json, multiprocessing, sys
-import torch, torch.distributed as dist
-sys.path.insert(0, sys.argv[2])
+RANK = """
+import json
 from test_evaluation_scores import Tiny, pictures
 from dit_repro.evaluation import evaluate
-torch.set_num_threads(1)
-folder = sys.argv[1]
 
 def rank(index, world):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store{world}", rank=index, world_size=world)
     images, drawn = pictures(90, 0, 200), []
 
     def draw(positions):
@@ -204,19 +198,11 @@ def rank(index, world):
                       checkpoint_sha256="ab")
     with open(f"{folder}/{world}-{index}.json", "w") as file:
         json.dump({"scores": scores.to_json(), "drawn": drawn[1:]}, file)
-    dist.destroy_process_group()
-
-for world in (1, 2, 4):
-    ranks = [multiprocessing.get_context("fork").Process(target=rank, args=(i, world)) for i in range(world)]
-    [r.start() for r in ranks]
-    [r.join() for r in ranks]
-    assert all(r.exitcode == 0 for r in ranks)
 """
 
 
-def test_one_two_and_four_ranks_agree_and_draw_each_image_once(tmp_path):
-    subprocess.run([sys.executable, "-c", RANKS, str(tmp_path), os.path.dirname(__file__)], check=True,
-                   env={**os.environ, "OMP_NUM_THREADS": "1"})
+def test_one_two_and_four_ranks_agree_and_draw_each_image_once(in_ranks, tmp_path):
+    in_ranks(RANK)
     expected = json.loads((tmp_path / "1-0.json").read_text())["scores"]
     for world in (1, 2, 4):
         found = [json.loads((tmp_path / f"{world}-{index}.json").read_text()) for index in range(world)]
@@ -308,27 +294,3 @@ def test_images_sorted_by_class_are_noticed():
     with pytest.warns(UserWarning, match="sorted by class"):
         assert evaluate(by_class, images[:100], Sure()).inception_score < 3
     assert evaluate(by_class, images[:100], Sure(), "strict").inception_score > 3.9
-
-
-def test_dino_features_are_timms_tokens_of_the_normalized_image(tmp_path):
-    import safetensors.torch
-    import timm
-    name = "vit_tiny_patch16_224"
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        network = timm.create_model(name, num_classes=0).eval()
-    safetensors.torch.save_file(network.state_dict(), tmp_path / "model.safetensors")
-    extractor = DinoFeatures(tmp_path / "model.safetensors", name)
-    images = torch.randint(0, 256, (2, 3, 224, 224), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    features = extractor(images)
-    mean, std = (torch.tensor(network.pretrained_cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
-    with torch.no_grad():
-        tokens = network.forward_features((images / 255 - mean) / std)   # (2, 1 + 14 * 14, 192)
-    torch.testing.assert_close(features.pool, tokens[:, 0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(features.spatial[:, 7:14], tokens[:, 2, :7], rtol=1e-4, atol=1e-4)
-    assert features.logits.shape == (2, 0)
-    (tmp_path / "model.pth").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"expected a \.safetensors"):
-        DinoFeatures(tmp_path / "model.pth")
-    with pytest.raises(FileNotFoundError, match="timm/vit_large_patch14_dinov2"):
-        DinoFeatures(tmp_path / "none.safetensors")

@@ -178,6 +178,27 @@ def test_released_name_without_network_says_where_to_get_it_and_where_to_put_it(
     assert "\n" not in str(error.value)
 
 
+def test_the_hub_is_asked_once_where_it_does_not_answer(tmp_path, monkeypatch):
+    asked = []
+
+    def unreachable(url, **_):
+        asked.append(url)
+        raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", unreachable)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_: pytest.fail("tried again"))
+    with pytest.raises(FileNotFoundError, match=r"could not be reached \(ConnectionError\)"):
+        load_autoencoder("stabilityai/sd-vae-ft-mse")
+    assert asked == ["https://huggingface.co/stabilityai/sd-vae-ft-mse/resolve/main/config.json"]
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:97", "cpu:x"])
+def test_a_device_that_is_not_there_is_named_before_anything_is_loaded(device):
+    with pytest.raises(ValueError, match=f"device '{device}': this machine, .* expected cpu, or cuda"):
+        load_autoencoder("embedded", device)
+
+
 def test_released_name_is_read_from_the_local_cache_without_network(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))

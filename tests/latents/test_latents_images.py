@@ -326,3 +326,13 @@ def test_wrong_folders_are_explained(tmp_path):
         ImageSource.folder(root, 16, on_damaged="ignore")
     with pytest.raises(ValueError, match="resolution is 0"):
         ImageSource.folder(root, 0)
+
+
+def test_taking_images_keeps_order_and_repeats_and_is_another_source(tmp_path):
+    source = ImageSource.embedded("test", 2)
+    part = source.take([5, 0, 5])
+    assert torch.equal(part.images([0, 1, 2]), source.images([5, 0, 5]))
+    assert part.labels.tolist() == source.labels[[5, 0, 5]].tolist()
+    identities = [s.identity["sha256"] for s in (source, part, source.take([0, 5, 5]), source.take([5, 0]))]
+    assert len(set(identities)) == 4
+    assert source.take([5, 0, 5]).identity == part.identity

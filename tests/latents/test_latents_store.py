@@ -311,6 +311,10 @@ def test_altered_missing_and_truncated_files_are_named(store, tmp_path):
     shard.unlink()
     with pytest.raises(ValueError, match=r"shard-00001\.npy is missing or cut short"):
         LatentStore.open(tmp_path)
+    shard.write_bytes(contents(store.path)["shard-00001.npy"])
+    (tmp_path / "labels.npy").unlink()
+    with pytest.raises(ValueError, match=r"labels\.npy is missing or cut short"):
+        LatentStore.open(tmp_path)
     store.verify()
 
 
@@ -345,3 +349,18 @@ def test_commands_encode_verify_and_describe_a_store(tree, autoencoder_folder, t
     assert info.exit_code == 0 and "scale_factor    0.18215" in info.output
     (tmp_path / "store" / "labels.npy").write_bytes((tmp_path / "store" / "labels.npy").read_bytes()[:-1] + b"\1")
     assert CliRunner().invoke(main, ["latents", "verify", out]).exit_code == 1
+
+
+def test_encode_says_where_an_option_does_not_apply(autoencoder_folder, tree, tmp_path):
+    def encode(*more):
+        return CliRunner().invoke(main, ["encode", str(tmp_path / "store"), "--autoencoder", str(autoencoder_folder),
+                                         "--workers", "0", *more])
+
+    refused = encode("--resolution", "256")
+    assert refused.exit_code == 1 and "--resolution 256: Fashion-MNIST is encoded at 32 pixels" in refused.output
+    assert not (tmp_path / "store").exists()
+    folders = ("--images", str(tree[0]), "--resolution", "32", "--on-damaged", "skip")
+    assert "--shard-size" not in encode(*folders, "--shard-size", "9").output
+    again = encode(*folders, "--shard-size", "5")
+    assert again.exit_code == 0 and "--shard-size 5: " in again.output and "with 9 images a shard" in again.output
+    assert "resolution 32, asked for 64" in encode(*folders[:2], "--resolution", "64", *folders[4:]).output

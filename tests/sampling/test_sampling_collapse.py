@@ -4,7 +4,7 @@ import torch
 from scipy.stats import betabinom, norm
 
 from dit_repro.latents import ImageSource, load_autoencoder
-from dit_repro.sampling import CollapseDetector, wilson_interval
+from dit_repro.sampling import CollapseDetector, difference_interval, wilson_interval
 
 KINDS = ["solid", "saturated", "out_of_range", "low_variance"]
 
@@ -131,3 +131,9 @@ def test_what_cannot_be_fitted_is_refused_with_the_way_out():
         CollapseDetector.fit(images.float(), latents, quantile=0.1)
     with pytest.raises(ValueError, match=r"\(49, 4, 8, 8\) for 50 images"):
         CollapseDetector.fit(images, latents[1:], quantile=0.1)
+
+
+def test_interval_of_a_fall_is_the_published_example():
+    assert difference_interval(9, 3, 10) == pytest.approx((0.1705, 0.8090), abs=5e-5)  # Newcombe 1998, table II
+    low, high = difference_interval(5, 5, 10)
+    assert low == pytest.approx(-high)

@@ -59,7 +59,8 @@ def test_rungs_that_a_cpu_cannot_do_say_so_and_are_left_out_of_later_ones(result
         assert reason in rung(result, "cumulative", name)["why_not"]
     last = rung(result, "cumulative", "foreach EMA")["settings"]
     assert last == {"precision": "bf16", "threads": 1, "fused": True, "compile": "", "resident": False,
-                    "foreach_ema": True, "attention": "fused", "checkpointing": False}
+                    "foreach_ema": True, "attention": "fused", "checkpointing": False, "batched_modulation": False,
+                    "fp8": False}
     assert rung(result, "alone", "foreach EMA")["settings"]["precision"] == "fp32"
     assert "for CUDA" in rung(result, "variant", "flash attention")["why_not"]
 
@@ -112,7 +113,7 @@ def test_all_settings_compute_the_same_step():
 
     expected = weights_and_average(Settings())
     for settings in (Settings(fused=True), Settings(foreach_ema=True), Settings(attention="plain"),
-                     Settings(checkpointing=True), Settings(resident=True)):
+                     Settings(checkpointing=True), Settings(resident=True), Settings(batched_modulation=True)):
         for a, b in zip(weights_and_average(settings), expected):
             torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
 

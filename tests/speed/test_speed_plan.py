@@ -120,6 +120,8 @@ def test_plan_refuses_what_it_cannot_know():
                             ({"utilization": 40}, "utilization 40: expected a share")):
         with pytest.raises(ValueError, match=message):
             plan_run(config, **change)
+    with pytest.raises(ValueError, match="no plan for MiniUNet-B"):
+        plan_run(replace(config, model="MiniUNet-B"))
 
 
 def test_plan_command_needs_no_data_and_no_gpu():

@@ -1,4 +1,6 @@
 import math
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -94,6 +96,47 @@ def test_record_goes_on_and_pins_the_checkpoint_before_the_alarm(config, tmp_pat
     assert folder.checkpoints() == [4, 24]   # one overwritten "latest" would have left only the broken one
     assert all_finite(folder.load_model(4)) and not all_finite(folder.load_model(24))
     assert math.isnan(folder.metrics()["mse"].iloc[-1])
+
+
+def test_a_run_that_goes_bad_during_another_alarm_keeps_its_last_finite_state(config, tmp_path):
+    class LossAlarmFirst(Faulty):
+        bad_steps = (11,)
+
+        def _log(self):   # an alarm of another kind at step 6, which is still on when gradients go bad
+            alarm = super()._log()
+            if alarm is None and self.state.step in (6, 8, 10):
+                self.state.monitor.history["alarmed"] = "loss"
+            return alarm
+
+    folder = RunFolder(tmp_path / "run")
+    changes = {"on_alarm": "record", "keep_last": 1, "archive_every": 0, "num_steps": 24}
+    assert LossAlarmFirst(replace(config, **changes), folder.path).run() == "finished"
+    assert folder.checkpoints() == [8, 24] and all_finite(folder.load_model(8))
+
+
+def test_a_signal_in_a_window_that_went_bad_saves_nothing_under_record(config, tmp_path):
+    class Signaled(Faulty):
+        bad_steps = (5,)
+
+        def _step(self, batch):
+            super()._step(batch)
+            if self.state.step + 1 == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    folder = RunFolder(tmp_path / "run")
+    trainer = Signaled(replace(config, on_alarm="record", keep_last=1, archive_every=0), folder.path)
+    assert trainer.run() == "interrupted"
+    assert folder.checkpoints() == [4] and all_finite(folder.load_model())
+
+
+def test_rollback_removes_what_the_abandoned_branch_exported(config, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    trainer = Faulty(replace(config, on_alarm="rollback", archive_every=4, checkpoint_every=2, export_ema_every=2,
+                             num_steps=16), folder.path)
+    trainer.bad_steps, seen = (11,), []
+    trainer.folder.save = lambda *args: (seen.append(folder.checkpoints("ema")), folder.save(*args))
+    assert trainer.run() == "finished" and folder.checkpoints("ema") == list(range(2, 17, 2))
+    assert seen.count([2, 4, 6, 8]) == 2   # at step 8 and when the run came back to it
 
 
 def window(step, mse, error=0.01, grad=0.1, **changes):

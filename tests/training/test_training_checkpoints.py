@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tiny_training import final_bytes, tiny_config, write_store
 
+from dit_repro.diffusion import Objective
 from dit_repro.models import create_model
 from dit_repro.training import RunFolder, Trainer
 from dit_repro.training.checkpoints import (
@@ -186,6 +187,59 @@ def test_a_fork_goes_on_from_a_checkpoint_with_other_settings_and_the_same_draws
     Trainer(clipped.config(), clipped.path).run()
     ours, theirs = (r.metrics().set_index("step").loc[10] for r in (clipped, run))
     assert ours["grad_norm"] != theirs["grad_norm"] and ours["mse"] == pytest.approx(theirs["mse"], rel=0.02)
+
+
+def test_a_fork_asked_for_again_goes_on_and_anything_else_there_is_refused(run, tmp_path):
+    forked = run.fork(tmp_path / "fork", 8, learning_rate=0.02)
+    Trainer(forked.config(), forked.path).run()
+    before = final_bytes(forked.path)
+    again = run.fork(tmp_path / "fork", 8, learning_rate=0.02)
+    assert again.checkpoints() == forked.checkpoints() and Trainer(again.config(), again.path).run() == "finished"
+    assert final_bytes(forked.path) == before
+    longer = run.fork(tmp_path / "fork", 8, learning_rate=0.02, num_steps=16)   # the same run may be made longer
+    Trainer(longer.config(), longer.path).run()
+    assert longer.metrics()["step"].tolist() == [10, 12, 14, 16]
+    with pytest.raises(ValueError, match="past num_steps = 10"):
+        run.fork(tmp_path / "fork", 8, learning_rate=0.02, num_steps=10)
+    with pytest.raises(ValueError, match=r"learning_rate is 0\.02, asked for 0\.03"):
+        run.fork(tmp_path / "fork", 8, learning_rate=0.03)
+    with pytest.raises(ValueError, match=r"not forked from .*step-00000008"):
+        longer.fork(run.path, 8)
+    with pytest.raises(ValueError, match=r"not forked from .*step-00000012"):
+        run.fork(tmp_path / "fork", 12, learning_rate=0.02, num_steps=16)
+    with pytest.raises(ValueError, match="num_steps = 12: a fork from step 12 has to end after it"):
+        run.fork(tmp_path / "end", 12)
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 5; it has 8, 12"):
+        run.fork(tmp_path / "none", 5)
+    assert not (tmp_path / "none").exists() and not (tmp_path / "end").exists()
+
+
+@pytest.mark.parametrize("changes", [{"clip_norm": 0.01}, {"learning_rate": 1e-4}, {"betas": (0.5, 0.9)},
+                                     {"weight_decay": 0.5}, {"schedule": "cosine"},
+                                     {"objective": Objective(min_snr_gamma=5.0)}, {"precision": "bf16"}], ids=str)
+def test_a_fork_trains_with_the_new_setting_from_the_old_state(run, tmp_path, changes):
+    seen = {}
+
+    class Watched(Trainer):
+        def _step(self, batch):
+            state, group = self.state, self.state.optimizer.param_groups[0]
+            seen.setdefault(state.step, (batch, {name: group[name] for name in ("lr", "betas", "weight_decay")},
+                                         torch.cat([p.detach().flatten().clone() for p in state.trained.values()])))
+            super()._step(batch)
+
+    def first_step(folder):
+        seen.clear()
+        Watched(folder.config(), folder.path).run()
+        return seen[8]
+
+    old, new = (first_step(run.fork(tmp_path / name, 8, **given)) for name, given in (("old", {}), ("new", changes)))
+    assert all(torch.equal(a, b) for a, b in zip(vars(old[0]).values(), vars(new[0]).values()))   # the same draws
+    assert torch.equal(old[2], new[2])
+    config = RunFolder(tmp_path / "new").config()
+    assert new[1] == {"lr": config.learning_rate, "betas": config.betas, "weight_decay": config.weight_decay}
+    assert final_bytes(tmp_path / "old")[0] == final_bytes(run.path)[0]
+    ends = [RunFolder(tmp_path / name).load_model(12, ema=False).state_dict() for name in ("old", "new")]
+    assert not torch.equal(*(end["blocks.0.mlp.fc1.weight"] for end in ends))
 
 
 def test_a_folder_without_a_run_says_so(tmp_path):

@@ -6,7 +6,9 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file
 from tiny_training import tiny_config
 
 from dit_repro.cli import main
@@ -27,11 +29,13 @@ def test_train_starts_resumes_and_overrides(config, tmp_path):
         refused = command("train", tmp_path / "run", *wrong)
         assert refused.exit_code == 1 and wrong[1].split("=")[0] in refused.output and "Traceback" not in refused.output
     assert "no run in" in command("train", tmp_path / "nothing").output
+    wrong = command("train", tmp_path / "new", "--config", tmp_path / "config.json", "-o", "model=DiT-bad/2")
+    assert "unknown model 'DiT-bad/2'" in wrong.output and not (tmp_path / "new").exists()
+    wrong = command("train", tmp_path / "new", "--config", tmp_path / "config.json", "-o", "objective=3")
+    assert "objective: expected a JSON object" in wrong.output and not (tmp_path / "new").exists()
 
 
 def test_train_draws_previews_of_the_classes(config, tmp_path, monkeypatch):
-    import torch
-
     from dit_repro import latents
     from dit_repro.latents import LatentStore
     store = LatentStore.open(config.latents)
@@ -58,6 +62,26 @@ def test_runs_lists_and_verifies_and_exports(config, tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     bad = command("runs", "verify", tmp_path / "runs/first")
     assert bad.exit_code == 1 and "1 of 3 checkpoints are damaged" in bad.output
+
+
+def test_runs_that_are_not_there_are_errors(config, tmp_path):
+    for option, said in (("--folder", "no folder"), ("export-ema", "no run in"), ("verify", "no run in")):
+        refused = command("runs", option, tmp_path / "no")
+        assert refused.exit_code == 1 and said in refused.output and not (tmp_path / "no").exists()
+    with pytest.raises(FileNotFoundError, match="no config"):
+        RunFolder(tmp_path / "no").export_ema()
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/config.json").write_text(config.to_json())
+    with pytest.raises(FileNotFoundError, match="has no checkpoint; it has none yet"):
+        RunFolder(tmp_path / "new").export_ema()
+
+
+def test_convert_takes_the_newest_checkpoint_of_a_run_folder(config, tmp_path):
+    Trainer(config, tmp_path / "run").run()
+    done = command("convert", tmp_path / "run", tmp_path / "plain.safetensors", "--to", "released")
+    assert done.exit_code == 0, done.output
+    weights, ema = load_file(tmp_path / "plain.safetensors"), RunFolder(tmp_path / "run").load_model(12).state_dict()
+    assert "final_layer.linear.weight" in weights and all(torch.equal(weights[name], ema[name]) for name in weights)
 
 
 def test_launch_starts_a_process_that_a_scheduler_signal_ends_with_85(latents, tmp_path, monkeypatch):
@@ -101,6 +125,37 @@ def test_a_short_run_is_trained_in_the_process_that_asks_for_it(config, tmp_path
     Trainer(config, tmp_path / "elsewhere").run()
     here = launch(config, tmp_path / "here", num_processes=0)
     assert here.metrics().mse.tolist() == RunFolder(tmp_path / "elsewhere").metrics().mse.tolist()
+
+
+def test_launch_of_a_shorter_run_returns_a_folder_that_ends_there(config, tmp_path, monkeypatch):
+    whole, asked = RunFolder(tmp_path / "run"), replace(config, num_steps=8)
+    Trainer(config, whole.path).run()
+    monkeypatch.setattr(subprocess, "Popen", None)
+    for processes in (0, 1):
+        shorter = launch(asked, whole.path, processes)
+        assert shorter.config() == asked and shorter.checkpoints() == [8]
+        assert shorter.metrics()["step"].tolist() == [2, 4, 6, 8]
+    assert torch.equal(shorter.load_model().pos_embed, whole.load_model(8).pos_embed)
+    with pytest.raises(FileNotFoundError, match="no checkpoint of step 12; it has 8"):
+        shorter.load_model(12)
+    assert whole.config() == config and whole.checkpoints() == [8, 12] and len(whole.metrics()) == 6
+    status = whole.status()
+    whole.set_status("interrupted", 12, 20)
+    assert launch(asked, whole.path).checkpoints() == [8]   # a longer run that has not ended yet
+    whole.set_status(**status)
+    with pytest.raises(ValueError, match="past num_steps = 10"):
+        launch(replace(config, num_steps=10), whole.path)
+
+
+def test_a_launch_in_the_notebook_joins_a_run_that_another_notebook_trains(config, tmp_path):
+    first = threading.Thread(target=launch, args=(replace(config, num_steps=40), tmp_path / "run", 0))
+    first.start()
+    while not RunFolder(tmp_path / "run").is_locked():
+        time.sleep(0.01)
+    folder = launch(replace(config, num_steps=40), tmp_path / "run", 0)
+    first.join()
+    assert folder.status()["state"] == "finished" and folder.metrics()["step"].tolist() == list(range(2, 41, 2))
+    assert [event["event"] for event in folder.events()].count("started") == 1
 
 
 def test_launch_raises_with_the_end_of_the_log_when_its_process_fails(config, tmp_path, monkeypatch):

@@ -67,8 +67,12 @@ def test_a_run_made_longer_ends_as_if_it_had_been_long_from_the_start(config, tm
     Trainer(replace(config, num_steps=8), tmp_path / "longer").run()
     Trainer(config, tmp_path / "longer").run()
     assert final_bytes(tmp_path / "longer") == final_bytes(whole)
-    with pytest.raises(ValueError, match="already at step 12"):
-        Trainer(replace(config, num_steps=8), tmp_path / "longer").run()
+    config_before = (tmp_path / "longer/config.json").read_bytes()
+    assert Trainer(replace(config, num_steps=8), tmp_path / "longer").run() == "finished"   # an archive is all it needs
+    with pytest.raises(ValueError, match=r"already at step 12, past num_steps = 6.*Ask for one of 8, 12"):
+        Trainer(replace(config, num_steps=6), tmp_path / "longer").run()
+    assert final_bytes(tmp_path / "longer") == final_bytes(whole)
+    assert (tmp_path / "longer/config.json").read_bytes() == config_before
 
 
 def losses(config, folder):

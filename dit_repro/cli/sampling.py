@@ -1,0 +1,54 @@
+"""Commands that draw pictures."""
+import click
+
+
+@click.command()
+@click.argument("run_folder", metavar="RUN_FOLDER")
+@click.argument("out", metavar="OUT_FOLDER")
+@click.option("--class", "classes", multiple=True, metavar="NAME", help="Of the training folder; may be repeated.  "
+                                                                        "[default: every class]")
+@click.option("--per-class", default=8, type=click.IntRange(1), help="Images of each class.")
+@click.option("--step", type=click.IntRange(0), help="Checkpoint.  [default: the newest]")
+@click.option("--weights", default="ema", type=click.Choice(["ema", "model"]), help="Averaged or raw.")
+@click.option("--steps", default="250", metavar="COUNT", help="Sampling steps, of the schedule of the training.")
+@click.option("--guidance", default=1.5, help="Scale; 1 is none.")
+@click.option("--seed", default=0, type=click.IntRange(0), help="Of the first image of a class; the others follow it.")
+@click.option("--autoencoder", metavar="NAME|FOLDER", help="[default: the one that the run's latents were made with]")
+@click.option("--batch-size", default=64, type=click.IntRange(1), help="Images at once.")
+def sample(run_folder, out, classes, per_class, step, weights, steps, guidance, seed, autoencoder, batch_size):
+    """Draw pictures from the run in RUN_FOLDER: OUT_FOLDER/CLASS/SEED.png. Pictures that are there are kept."""
+    from pathlib import Path
+
+    import torch
+    from PIL import Image
+
+    from dit_repro.diffusion import NoiseSchedule
+    from dit_repro.files import atomic_write
+    from dit_repro.latents import LatentStore, load_autoencoder
+    from dit_repro.sampling import Guidance
+    from dit_repro.sampling import sample as draw
+    from dit_repro.training import RunFolder
+
+    run = RunFolder(run_folder)
+    config = run.config()
+    store = LatentStore.open(config.latents)
+    if unknown := [name for name in classes if name not in store.class_names]:
+        raise ValueError(f"no class {', '.join(unknown)}; the classes are {', '.join(store.class_names)}")
+    wanted = [(name, seed + i, Path(out) / name / f"{seed + i:06d}.png")
+              for name in classes or store.class_names for i in range(per_class)]
+    missing = [row for row in wanted if not row[2].exists()]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    decoder = load_autoencoder(autoencoder or store.manifest["autoencoder"]["id"], device)
+    if decoder.sha256 != store.manifest["autoencoder"]["sha256"]:
+        click.echo(f"note: {decoder} is not the autoencoder of the training latents, "
+                   f"{store.manifest['autoencoder']['id']}: pictures may be off in color and contrast", err=True)
+    model = run.load_model(step, ema=weights == "ema").to(device)
+    for first in range(0, len(missing), batch_size):
+        part = missing[first:first + batch_size]
+        latents = draw(model, [store.class_names.index(name) for name, _, _ in part],
+                       getattr(NoiseSchedule, config.schedule)(1000), steps, seeds=[seed for _, seed, _ in part],
+                       guidance=Guidance(guidance), batch_size=batch_size)
+        for image, (_, _, path) in zip(decoder.decode(latents), part):
+            with atomic_write(path, "wb") as file:
+                Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "PNG")
+    click.echo(f"{out}: {len(missing)} pictures drawn, {len(wanted) - len(missing)} were there")

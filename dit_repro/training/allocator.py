@@ -1,0 +1,15 @@
+"""Memory that the C library would give back and ask for again at every step."""
+import ctypes
+import sys
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep up to 1 GB of what is freed; on other systems nothing happens. It holds for the whole process.
+
+    By default a step's activations go back to the kernel, and the next step takes them as fresh pages, each one zeroed
+    at its first touch: some 15,000 pages in a step of DiT-nano/2, a tenth of its time.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(libc, "mallopt"):
+        for parameter in (-1, -3):   # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            libc.mallopt(parameter, 2**30)

@@ -1,0 +1,123 @@
+"""Operations, growth and scaling against what can be counted by hand."""
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dit_repro.models import DIT_CONFIGS, DiT, DiTConfig, count_macs
+from dit_repro.speed.growth import Growth, Size
+from dit_repro.speed.ladder import Bench, Settings, Step
+from dit_repro.speed.operations import block_operations, measure_operations, shares
+from dit_repro.speed.report import growth_figure, ladder_frame, roofline_figure, shares_figure
+from dit_repro.speed.scaling import Link, Scaling, all_reduce_seconds, measure_scaling, scaled_step
+
+CPU = torch.device("cpu")
+SMALL = DiTConfig(depth=2, width=64, heads=2, patch_size=2)
+
+
+def test_operations_count_flops_and_bytes_and_leave_views_out():
+    a, b, x = torch.randn(8, 16), torch.randn(16, 4), torch.randn(2, 3, 5, 8)
+
+    def step():
+        (a @ b).t()
+        F.scaled_dot_product_attention(x, x, x)
+        return torch.addcmul(a, a, a)
+
+    found = {operation.name: operation for operation in measure_operations(step, CPU, repeats=2)}
+    assert not any("transpose" in name or name == "t" for name in found)
+    assert (found["mm"].flops, found["mm"].bytes, found["mm"].group) == (2 * 8 * 16 * 4, 4 * (128 + 64 + 32),
+                                                                        "matrix products")
+    attention = next(operation for operation in found.values() if operation.group == "attention")
+    assert attention.flops == 4 * 2 * 3 * 5 * 5 * 8
+    assert (found["addcmul"].flops, found["addcmul"].intensity) == (2 * 128, 2 / 16)
+    assert sum(shares([*found.values()]).values()) == pytest.approx(1)
+
+
+def test_operations_of_a_step_hold_its_multiply_accumulates_three_times():
+    bench = Bench(SMALL, 4, CPU, 8)
+    found = measure_operations(Step(bench, Settings(fused=True, foreach_ema=True)), CPU, repeats=1)
+    products = sum(operation.flops for operation in found if operation.group == "matrix products")
+    # Attention's own products are not among them, and the first layer needs no gradient of its input.
+    assert products == pytest.approx(6 * 4 * count_macs(bench.model), rel=0.05)
+    assert {operation.group for operation in found} >= {"attention", "GELU", "layer norm", "optimizer and average"}
+
+
+def test_parts_of_a_block_add_up_to_its_products():
+    model = DiT(SMALL, 8)
+    parts = block_operations(model.blocks[0], torch.randn(3, 16, 64), torch.randn(3, 64), repeats=1)
+    assert set(parts) == {"query, key, value", "attention", "attention output", "MLP in", "GELU", "MLP out",
+                          "modulation", "layer norm", "shift, scale, gate", "SiLU"}
+    products = sum(o.flops for o in parts.values() if o.group == "matrix products")
+    assert products == 2 * 3 * (16 * 12 * 64**2 + 6 * 64**2)
+    assert roofline_figure(parts, 1e11, 1e10).axes[0].get_xlabel().startswith("arithmetic intensity")
+
+
+def test_growing_changes_one_axis_and_tokens_by_squares():
+    size = Size(batch=2, depth=1, width=32, tokens=16)
+    assert size.grown("tokens", 4) == Size(2, 1, 32, 256) and size.grown("width", 2) == Size(2, 1, 64, 16)
+    model = size.grown("tokens", 2).step(CPU, Settings()).bench.model
+    assert model.pos_embed.shape[1] == 64 and model.config.width == 32
+
+
+def test_exponent_is_the_slope_in_logarithms():
+    values = [16, 64, 256, 1024]
+    growth = Growth("tokens", values, [3e-3 * value**1.5 for value in values], [7 * value for value in values],
+                    [0.0] * 4)
+    assert growth.exponent("seconds") == pytest.approx(1.5) and growth.exponent("peak_bytes") == pytest.approx(1)
+    assert len(growth_figure([growth, growth]).axes) == 4
+
+
+def test_peak_memory_grows_with_the_batch_but_weights_do_not():
+    peaks = []
+    for batch in (32, 64, 128):
+        step = Size(batch, 2, 32, 16).step(CPU, Settings(fused=True, foreach_ema=True))
+        step.warm_up(parity=False)
+        peaks.append(step.peak_bytes)
+    first, second = np.diff(peaks)
+    assert second == pytest.approx(2 * first, rel=0.05) and peaks[0] < first * 2
+
+
+def test_two_ranks_send_four_bytes_for_each_trained_parameter():
+    scaling = measure_scaling("DiT-nano/4", 1, 8, repeats=1)
+    model = DiT(DIT_CONFIGS["DiT-nano/4"], 8)
+    assert scaling.bytes == 4 * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert min(scaling.alone, scaling.compute, scaling.together, scaling.all_reduce) > 0
+
+
+def test_hidden_share_and_efficiency_are_their_definitions():
+    scaling = Scaling(2, 8, alone=1.0, compute=1.2, together=1.6, all_reduce=0.5, bytes=0)
+    assert scaling.efficiency == 1 / 1.6 and scaling.contention == pytest.approx(0.2 / 1.6)
+    assert scaling.exposed == pytest.approx(0.4) and scaling.hidden == pytest.approx(0.2)
+
+
+def test_a_ring_of_two_moves_the_bytes_once_and_overlap_cannot_exceed_the_backward_pass():
+    link = Link("", 1e9)
+    assert all_reduce_seconds(1e9, 2, link) == 1 and all_reduce_seconds(1e9, 64, link) == pytest.approx(2 * 63 / 64)
+    assert scaled_step(3.0, 1e9, 2, link) == (3.0, 4.0)
+    assert scaled_step(0.3, 1e9, 2, link) == (pytest.approx(0.3 + 0.8), pytest.approx(1.3))
+
+
+def test_shares_figure_and_frame_name_what_was_measured():
+    figure = shares_figure({"all fused": {"GELU": 0.4, "copies": 0.6}})
+    assert [text.get_text() for text in figure.axes[0].texts] == ["40%", "60%"]
+    rung = {"kind": "cumulative", "name": "TF32", "why_not": "a CPU has no TF32"}
+    assert "a CPU has no TF32" in ladder_frame({"model": "DiT-B/2", "rungs": [rung]}).to_html()
+
+
+# Of glibc, which these tests run on; elsewhere the function does nothing.
+def test_kept_memory_comes_back_without_new_pages():
+    code = """
+import sys, torch
+from dit_repro.speed.device import page_faults
+from dit_repro.training.allocator import keep_freed_memory
+torch.set_num_threads(1)
+if sys.argv[1] == "keep": keep_freed_memory()
+def step(): return [torch.ones(2**22) for _ in range(8)][:0]   # 16 MB each
+for _ in range(3): step()
+print(page_faults(step))
+"""
+    faults = {how: int(subprocess.check_output([sys.executable, "-c", code, how])) for how in ("keep", "default")}
+    assert faults["keep"] < 100 < 1_000 < faults["default"]
