@@ -90,9 +90,10 @@ def number(value) -> str:
 def load_claims(root: Path) -> list[Claim]:
     """The entries of book/claims.yml; ValueError naming the claim that is not well formed, or given twice."""
     import yaml
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)   # ten times faster, where libyaml was built in
     known = {field.name for field in fields(Claim)}
     claims = []
-    for entry in yaml.safe_load((root / "book" / "claims.yml").read_text(encoding="utf-8")):
+    for entry in yaml.load((root / "book" / "claims.yml").read_text(encoding="utf-8"), loader):
         if wrong := set(entry) - known:
             raise ValueError(f"claim {entry.get('id')}: unknown field {', '.join(sorted(wrong))}; "
                              f"the fields are {', '.join(sorted(known))}")

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from dit_repro.evaluation.frechet import frechet_distance
@@ -99,6 +98,7 @@ def _dip(x: np.ndarray) -> tuple[float, int]:
 
 def _hull(x: np.ndarray, y: np.ndarray, convex: bool) -> np.ndarray:
     """Values at x of the largest convex function under the points (x, y), or the smallest concave one above them."""
+    from scipy.optimize import isotonic_regression
     if len(x) < 2:
         return y
     width = np.diff(x)

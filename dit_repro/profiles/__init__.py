@@ -66,7 +66,7 @@ LAPTOP_RUN = TrainConfig(
 PROFILES = {
     "smoke": Profile(
         "smoke", Data(limit_per_class=100),
-        replace(LAPTOP_RUN, num_steps=40, global_batch_size=32, ema_decay=0.9, log_every=5, checkpoint_every=10,
+        replace(LAPTOP_RUN, num_steps=40, global_batch_size=16, ema_decay=0.9, log_every=5, checkpoint_every=10,
                 archive_every=10),
         Latents(probe_images=200, timing_batch=64, leak_batches=3),
         Construction(num_steps=2, batch_size=16, seeds=2, loss_images=32),
@@ -74,8 +74,8 @@ PROFILES = {
         scores=Scores(real_images=2_000, counts=(100, 200, 500, 1_000), few=200, many=1_000, repeats=3, samples=120,
                       samples_a_row=60, checkpoints=2, leak_batches=3, leak_batch_size=16,
                       doctor_images=400, command_images=60),
-        speed=Speed(ladders=(("DiT-nano/4", 2, 8),), alone=False, repeats=1, long=("DiT-nano/4", 1, 16),
-                    profiled=("DiT-nano/2", 4, 8), growth=(2, 1, 32, 4), factors=(1, 2),
+        speed=Speed(ladders=(("DiT-nano/4", 2, 8),), alone=False, repeats=1, long=("DiT-nano/4", 1, 8),
+                    profiled=("DiT-nano/4", 2, 8), growth=(1, 1, 32, 4), factors=(1, 2),
                     scaling=("DiT-nano/4", 2, 8)),
         divergence=Divergence(map_rates=(1e-2, 3e-1), map_steps=3, map_batch_size=8, long_steps=4, long_rates=(1e-2,),
                               trial_steps=4, trial_batch_size=8, trial_seeds=1, fault_step=2, break_steps=10, steps="2",

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -71,6 +68,8 @@ def wrap(model: nn.Module, how: str, ranks: Ranks) -> nn.Module:
     if ranks.world_size == 1:
         return model
     if how == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard  # takes a second and a half to import, and few runs need it
         mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
         for block in getattr(model, "blocks", ()):
             fully_shard(block, mesh=mesh)
@@ -80,7 +79,7 @@ def wrap(model: nn.Module, how: str, ranks: Ranks) -> nn.Module:
 
 def accumulating(wrapped: nn.Module, more_to_come: bool):
     """A context for one micro-batch: gradients travel between ranks only with the last one."""
-    if isinstance(wrapped, FSDPModule):
+    if hasattr(wrapped, "set_requires_gradient_sync"):   # an FSDPModule
         wrapped.set_requires_gradient_sync(not more_to_come)
     elif isinstance(wrapped, DistributedDataParallel) and more_to_come:
         return wrapped.no_sync()
@@ -89,17 +88,22 @@ def accumulating(wrapped: nn.Module, more_to_come: bool):
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard of a sharded tensor; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
 def gather(tensor: Tensor) -> Tensor:
     """The whole tensor where it is, detached; all ranks must call it."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return (tensor.full_tensor() if _is_sharded(tensor) else tensor).detach()
 
 
 def like(whole: Tensor, target: Tensor) -> Tensor:
     """A copy of a whole CPU tensor, placed and sharded like `target`."""
     placed = whole.to(target.device, copy=True)
-    if isinstance(target, DTensor):
+    if _is_sharded(target):
+        from torch.distributed.tensor import distribute_tensor
         return distribute_tensor(placed, target.device_mesh, target.placements, src_data_rank=None)
     return placed
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "full_tensor")   # a DTensor
