@@ -88,7 +88,6 @@ class Chapter:
             found[parameter.name] = parameter
         return found
 
-
     def changed(self, values: dict) -> dict:
         """The entries of `values` that are not the chapter's defaults, profile and data aside."""
         return {name: value for name, value in values.items() if name not in ("profile", *DATA_PARAMETERS)

@@ -110,14 +110,15 @@ def notebook_problems(chapter: Chapter, notebook) -> list[Problem]:
     if not made or any(cell.execution_count is None for cell in code):
         problem("has cells that were never run; `dit-repro run` it and `dit-repro harvest` the run")
         return problems
+    if made != sealed(made):
+        problem("its stamp (profile, parameters, device ...) was changed by hand; harvest the run again")
+        return problems
     if made["code"] != code_hash(chapter.notebook):
         problem("STALE: its outputs were made by other code than the source; run it again and harvest")
     elif changed := chapter.changed(made["parameters"]):
         problem(f"was run with {settings(changed)}, not with its profile's own settings, so it decides no claim", False)
     if made["outputs"] != outputs_hash(notebook):
         problem("its outputs were changed by hand after the run; harvest the run again")
-    if made != sealed(made):
-        problem("its stamp (profile, parameters, device ...) was changed by hand; harvest the run again")
     if [cell.execution_count for cell in code] != list(range(1, len(code) + 1)):
         problem("its cells were not run once each, in order")
     if made["package"] != package_hash(chapter.source):

@@ -14,7 +14,7 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except (click.exceptions.Exit, click.Abort):  # both are RuntimeErrors: --help, Ctrl-C
             raise
-        except (ValueError, FileNotFoundError, FileExistsError, RuntimeError) as error:
+        except (ValueError, OSError, RuntimeError, ImportError) as error:
             click.echo(f"dit-repro: {error}", err=True)
             sys.exit(1)
 

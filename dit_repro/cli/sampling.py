@@ -17,13 +17,14 @@ import click
 @click.option("--batch-size", default=64, type=click.IntRange(1), help="Images at once.")
 def sample(run_folder, out, classes, per_class, step, weights, steps, guidance, seed, autoencoder, batch_size):
     """Draw pictures from the run in RUN_FOLDER: OUT_FOLDER/CLASS/SEED.png. Pictures that are there are kept."""
+    import json
     from pathlib import Path
 
     import torch
     from PIL import Image
 
     from dit_repro.diffusion import NoiseSchedule
-    from dit_repro.files import atomic_write
+    from dit_repro.files import atomic_write, write_json
     from dit_repro.latents import LatentStore, load_autoencoder
     from dit_repro.sampling import Guidance
     from dit_repro.sampling import sample as draw
@@ -42,7 +43,15 @@ def sample(run_folder, out, classes, per_class, step, weights, steps, guidance, 
     if decoder.sha256 != store.manifest["autoencoder"]["sha256"]:
         click.echo(f"note: {decoder} is not the autoencoder of the training latents, "
                    f"{store.manifest['autoencoder']['id']}: pictures may be off in color and contrast", err=True)
+    step = max(run.checkpoints(), default=None) if step is None else step
+    settings = {"run": str(run.path.resolve()), "step": step, "weights": weights, "steps": steps, "guidance": guidance,
+                "autoencoder": decoder.sha256}
+    note = Path(out) / ".settings.json"   # hidden, since scores are computed from this folder
+    held = json.loads(note.read_text()) if note.is_file() else settings
+    if changed := [f"{name} {held[name]} is now {settings[name]}" for name in settings if held[name] != settings[name]]:
+        raise ValueError(f"{out} holds pictures drawn under other settings ({', '.join(changed)}): use another folder")
     model = run.load_model(step, ema=weights == "ema").to(device)
+    write_json(note, settings)
     for first in range(0, len(missing), batch_size):
         part = missing[first:first + batch_size]
         latents = draw(model, [store.class_names.index(name) for name, _, _ in part],

@@ -44,9 +44,13 @@ def scoring_options(command):
 
 
 def _score(ranks, samples, reference, crop, mode, features, weights, reference_count, cache, out, **protocol):
+    from pathlib import Path
+
     from dit_repro.evaluation import evaluate
     from dit_repro.files import write_json
 
+    if crop and not Path(reference).is_dir():
+        raise ValueError(f"--crop {crop}: only a folder of class folders is cropped, not {reference}")
     if reference == "embedded":
         from dit_repro.latents import ImageSource
         reference = ImageSource.embedded("train")
@@ -106,7 +110,10 @@ def run(model, count, step, raw, steps, guidance, labels, seed, batch, autoencod
             schedule = getattr(NoiseSchedule, config.schedule)(1000)
             autoencoder = autoencoder or LatentStore.open(config.latents).manifest["autoencoder"]["id"]
         else:
-            network, schedule = load_released_checkpoint(model), NoiseSchedule.linear(1000)
+            if step:
+                raise ValueError(f"--step {step}: {model} is one checkpoint; steps are those of a run folder")
+            network = load_released_checkpoint(model, "model" if raw else "ema")
+            schedule = NoiseSchedule.linear(1000)
         if autoencoder is None:
             raise ValueError("--autoencoder is missing: a released checkpoint does not say which one it was trained on "
                              "(DiT: stabilityai/sd-vae-ft-ema)")
@@ -118,7 +125,8 @@ def run(model, count, step, raw, steps, guidance, labels, seed, batch, autoencod
 
 @fid.command()
 @click.option("--images", metavar="FOLDER|NPZ", help="Real images.  [default: embedded Fashion-MNIST]")
-@click.option("--features", default="classifier", type=click.Choice(["inception", "classifier", "dinov2"]))
+@click.option("--features", default="classifier", type=click.Choice(["inception", "classifier", "dinov2"]),
+              help="What the faults are measured in; classifier is embedded, for 32x32 Fashion-MNIST.")
 @weights_option
 @click.option("--adm-samples", metavar="NPZ", help="Instead: score this public file with Inception features ...")
 @click.option("--adm-reference", metavar="NPZ", help="... against this one, and compare with what ADM published.")
@@ -133,6 +141,8 @@ def doctor(images, features, weights, adm_samples, adm_reference, anchor, cache)
     from dit_repro.evaluation.image_sets import open_images
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if cache and not adm_samples:
+        raise ValueError("--cache is for --adm-samples: the planted faults are computed anew each time")
     if bool(adm_samples) != bool(adm_reference):
         raise ValueError("--adm-samples and --adm-reference go together")
     if adm_samples:

@@ -66,6 +66,8 @@ def check(run_folder, samples, features, weights):
 
     And what its samples say: does the model use its labels, and does it repeat its training images?
     """
+    import torch
+
     from dit_repro.latents import LatentStore
     from dit_repro.latents.images import FASHION_MNIST_CLASSES
     from dit_repro.stability import check_behavior
@@ -76,5 +78,6 @@ def check(run_folder, samples, features, weights):
     click.echo("\n".join(summary(run)))
     if samples and run.checkpoints():
         known = LatentStore.open(run.config().latents).class_names == FASHION_MNIST_CLASSES
-        extractor = feature_extractor(features or ("classifier" if known else "inception"), weights)
-        click.echo("\n".join(check_behavior(run, extractor, samples)))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        extractor = feature_extractor(features or ("classifier" if known else "inception"), weights, device)
+        click.echo("\n".join(check_behavior(run, extractor, samples, device)))

@@ -59,6 +59,7 @@ def runs(ctx, folder):
     """List runs: state, step, checkpoints and their size, alarms."""
     if ctx.invoked_subcommand:
         return
+    from contextlib import suppress
     from pathlib import Path
 
     from dit_repro.files import workspace
@@ -70,7 +71,10 @@ def runs(ctx, folder):
     found = sorted(file.parent for file in root.glob("**/config.json") if (file.parent / "checkpoints").is_dir())
     click.echo(f"{len(found)} runs in {root}")
     for run in map(RunFolder, found):
-        status, size = run.status(), sum(file.stat().st_size for file in run.checkpoint_folder.glob("*"))
+        status, size = run.status(), 0
+        for file in run.checkpoint_folder.glob("*"):
+            with suppress(FileNotFoundError):   # a run that is training prunes its files
+                size += file.stat().st_size
         alarms = [f"{event['kind']} at {event['step']}" for event in run.events() if event["event"] == "alarm"]
         click.echo(f"{run.path.relative_to(root)}: {status['state']} at step {status['step']} of "
                    f"{run.config().num_steps}; {len(run.checkpoints())} checkpoints, {size / 1e6:.0f} MB; "
@@ -110,7 +114,7 @@ def export_ema(run_folder, step, out):
 @click.option("--weights", default="ema", type=click.Choice(["ema", "model"]), help="Which of a training checkpoint.")
 @click.option("--autoencoder", metavar="NAME",
               help="diffusers: embedded, stabilityai/sd-vae-ft-ema, or a folder; without, from_pretrained needs vae=.")
-@click.option("--class-names", type=click.Path(exists=True), metavar="FILE", help="diffusers: one name a line.")
+@click.option("--class-names", type=click.Path(exists=True, dir_okay=False), metavar="FILE", help="diffusers: one name a line.")
 @click.option("--schedule", type=click.Choice(["linear", "cosine"]),
               help="diffusers: the schedule the model was trained with.  [default: the run's, else linear]")
 def convert(source, destination, to, weights, autoencoder, class_names, schedule):

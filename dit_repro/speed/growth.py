@@ -65,4 +65,5 @@ def measure_growth(base: Size, device: str | torch.device, factors: tuple[int, .
         for values, value in ((growth.values, getattr(size, axis)), (growth.seconds, seconds),
                               (growth.peak_bytes, step.peak_bytes), (growth.attention, share)):
             values.append(value)
+        step = None   # or it would still be there beside the next one
     return found

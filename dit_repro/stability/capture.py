@@ -66,7 +66,7 @@ class Capture:
 
     def save(self, path: str | Path) -> Path:
         """Write one safetensors file with its settings and checksums in the header, whole or not at all."""
-        path = Path(path).with_suffix(".safetensors")
+        path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         sections = {"before": self.before, "batch": self.batch, "record": self.record}
         tensors = {f"{section}.{name}": tensor.contiguous().clone()
@@ -106,6 +106,8 @@ def capture_state(state: TrainState, config: TrainConfig, store: LatentStore, pa
                   **settings) -> Capture:
     """`capture_step` for a state in memory, of which the next step is captured; the state itself is left alone."""
     stages, changed = plant(fault) if fault else (CORRECT, {})
+    if "predict" in (FAULTS[fault].changes if fault else ()) and not config.model.startswith("DiT"):
+        raise ValueError(f"fault {fault!r} changes a block of a DiT, which {config.model} does not have")
     config = _plain(replace(config, **{**settings, **changed}))
     if images is not None and (autoencoder is None or len(images) != config.global_batch_size):
         raise ValueError(f"{len(images)} images: expected an autoencoder and the {config.global_batch_size} of the "

@@ -7,7 +7,6 @@ from dit_repro.diffusion import NoiseSchedule, loss_of_unit_gaussian
 from dit_repro.training import RunFolder, TrainConfig
 from dit_repro.training.batches import NUM_TIMESTEPS
 
-LABEL_TABLE = "y_embedder.embedding_table.weight"
 WINDOWS_BEFORE = 20   # windows behind "usual", as the monitor counts
 ERRORS = 6            # standard errors above usual that a window of a healthy run does not reach
 LASTING = 3           # windows in a row that make an excess a break and not a spike
@@ -83,7 +82,8 @@ def inspect_weights(run: RunFolder, step: int | None = None, ema: bool = False):
 
 def label_norms(run: RunFolder, step: int | None = None, ema: bool = False):
     """Norm of each row of the label table, (num_classes + 1,) float64; the last is the null class."""
-    return run.load_model(step, ema=ema).state_dict()[LABEL_TABLE].double().norm(dim=1)
+    weights = run.load_model(step, ema=ema).state_dict()
+    return next(weights[name] for name in weights if name.startswith("y_embedder.")).double().norm(dim=1)
 
 
 def summary(run: RunFolder) -> list[str]:
@@ -103,7 +103,7 @@ def summary(run: RunFolder) -> list[str]:
     if run.checkpoints():
         step, weights = run.checkpoints()[-1], inspect_weights(run)
         largest, norms = weights.loc[weights["largest"].idxmax()], label_norms(run)
-        lines += [f"weights (EMA) of step {step}: {weights['non_finite'].sum()} not finite; largest value "
+        lines += [f"raw weights of step {step}: {weights['non_finite'].sum()} not finite; largest value "
                   f"{largest['largest']:.3g} in {largest['tensor']}",
                   f"label table: norms {norms[:-1].min():.3g} to {norms[:-1].max():.3g}, null class {norms[-1]:.3g}"]
     return lines

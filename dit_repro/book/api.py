@@ -1,0 +1,58 @@
+"""The reference page: every public name with its signature and docstring, read from the sources without importing."""
+import ast
+from pathlib import Path
+
+ROOMS = ("profiles", "latents", "models", "diffusion", "training", "sampling", "evaluation", "speed", "stability", "book")
+HEADER = """# Reference
+
+What notebooks import, room by room; data flows through the rooms in this order. Shapes are in the docstrings: *N* images,
+*C* channels, *H* by *W* cells.
+"""
+
+
+def api_page(package: Path) -> str:
+    """Markdown for book/api.md, from the `__all__` of each room of `package`."""
+    parts = [HEADER]
+    for room in ROOMS:
+        tree = _parse(package / room / "__init__.py")
+        parts.append(f"## dit_repro.{room}\n\n{ast.get_docstring(tree)}\n")
+        parts += [_entry(name, node) for name, node in _public(package, room, tree)]
+    return "\n".join(parts)
+
+
+def _parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _public(package: Path, room: str, tree: ast.Module):
+    """The names of `__all__` with the nodes that define them, classes and functions only, in alphabetical order."""
+    listed = next((ast.literal_eval(node.value) for node in tree.body
+                   if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"), [])
+    for name in sorted(listed, key=str.lower):
+        module = next((node for node in tree.body if isinstance(node, ast.ImportFrom)
+                       and name in [alias.name for alias in node.names]), None)
+        if module is None:
+            source = tree
+        else:
+            path = module.module if not module.level else f"dit_repro.{room}.{module.module}"
+            source = _parse(package.joinpath(*path.split(".")[1:]).with_suffix(".py"))
+        node = next((node for node in source.body if getattr(node, "name", None) == name), None)
+        if node is not None:
+            yield name, node
+
+
+def _entry(name: str, node) -> str:
+    text = ast.get_docstring(node) or ""
+    if isinstance(node, ast.ClassDef):
+        fields = [ast.unparse(part) for part in node.body if isinstance(part, ast.AnnAssign)
+                  and not part.target.id.startswith("_")]
+        methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+        start = next((part for part in methods if part.name == "__init__"), None)
+        head = f"class {name}" + (f"({ast.unparse(start.args).removeprefix('self').removeprefix(', ')})" if start else "")
+        code = "\n".join([head, *(f"    {field}" for field in fields)])
+        shown = [f"- `{part.name}({ast.unparse(part.args).removeprefix('self').removeprefix('cls').removeprefix(', ')})`: "
+                 + (ast.get_docstring(part) or "").partition("\n\n")[0].replace("\n", " ")
+                 for part in methods if not part.name.startswith("_") and ast.get_docstring(part)]
+        return f"### {name}\n\n```python\n{code}\n```\n\n{text}\n\n" + "\n".join(shown) + "\n"
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"### {name}\n\n```python\n{name}({ast.unparse(node.args)}){returns}\n```\n\n{text}\n"

@@ -1,0 +1,27 @@
+import importlib
+import inspect
+
+import pytest
+
+from dit_repro.book.api import ROOMS, api_page
+from dit_repro.files import project_root
+
+PAGE = api_page(project_root() / "dit_repro")
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_public_name_is_on_the_reference_page_with_its_docstring(room):
+    module = importlib.import_module(f"dit_repro.{room}")
+    section = PAGE.split(f"## dit_repro.{room}\n")[1].split("\n## ")[0]
+    assert module.__doc__.partition("\n")[0] in section
+    for name in getattr(module, "__all__", []):
+        public = getattr(module, name)
+        if inspect.isclass(public) or inspect.isfunction(public):
+            said = section.split(f"\n### {name}\n")[1].split("\n### ")[0]
+            assert public.__doc__ and inspect.cleandoc(public.__doc__).partition("\n")[0] in said, name
+
+
+def test_the_reference_page_shows_fields_with_their_defaults_and_hides_what_is_private():
+    guidance = PAGE.split("\n### Guidance\n")[1].split("\n### ")[0]
+    assert "class Guidance" in guidance and "    scale: float = 1.0" in guidance
+    assert "\n### _" not in PAGE and "`_" not in PAGE.replace("`__all__`", "")
