@@ -257,7 +257,7 @@ run.figure(figure, name="replay", caption="A float32 step taken again in float64
            "a step. Points at the bottom are equal.")
 
 # %% tags=["hide-input"]
-run.say("""Step {captured_step} was taken again in three formats. In float32 the largest difference anywhere is {replay_difference_fp32:.1g}: on the same machine the step is the same bits. Float64 moves the network's output by {replay_output_fp64:.0e}, which is float32's own rounding. Bf16 moves it by {replay_output_bf16:.1%}, the gradients by {replay_gradients_bf16:.1%}, and some parameter's update by {replay_update_bf16:.0%}: where a gradient is far below its usual size, Adam divides by little and rounding becomes direction. A large difference is thus no fault in itself. It has to be compared with what rounding explains *there*.""")
+run.say("""Step {captured_step} was taken again in three formats. In float32 the largest difference anywhere is {replay_difference_fp32:.1g}; zero means the same bits. Float64 moves the network's output by {replay_output_fp64:.0e}, which is float32's own rounding. Bf16 moves it by {replay_output_bf16:.1%}, the gradients by {replay_gradients_bf16:.1%}, and some parameter's update by {replay_update_bf16:.0%}: where a gradient is far below its usual size, Adam divides by little and rounding becomes direction. A large difference is thus no fault in itself. It has to be compared with what rounding explains *there*.""")
 
 # %% [markdown]
 # ## The first broken quantity
@@ -346,7 +346,7 @@ run.say("""With the loss scale left in, the gradient is {forgotten_scale_gradien
 # %% [markdown]
 # <details><summary>Answers to the predictions</summary>
 #
-# 0.25; then −1.5 and 2.25. Of the four optimizers only plain descent blows up. One outlier moves a weight by about 3.2 rates at once and by about ten times that in all, since momentum of 0.9 adds up ten steps. In a loss curve you would notice a velocity target, summed features and NaN; most of the rest still train, to a slightly worse model, which is what makes them expensive.
+# 0.25; then −1.5 and 2.25. Of the four optimizers only plain descent blows up. One outlier moves a weight by about 3.2 rates at once and by about ten times that in all, since momentum of 0.9 adds up ten steps. A loss curve shows what changes the scale of the loss, such as summed features, and NaN; the others were not trained here, so what they cost is not known.
 # </details>
 #
 # **Exercise.** Capture a step of your own run, plant `"stale average"` and look at the error beside the bound. At which learning rate and EMA decay does float32 stop being able to show it?
