@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dit_repro.latents import Autoencoder, LatentStore
 from dit_repro.progress import progress
-from dit_repro.stability.faults import plant
+from dit_repro.stability.faults import FAULTS, plant
 from dit_repro.stability.step import CORRECT, Stages, take_step
 from dit_repro.training import RunFolder, TrainConfig
 from dit_repro.training.batches import (
