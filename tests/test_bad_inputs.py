@@ -165,12 +165,13 @@ def test_a_wrong_command_says_what_is_wrong_and_loses_nothing(made, arguments, s
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "CMYK", "RGBA", "1", "I;16"])
 def test_every_kind_of_picture_is_read(tmp_path, mode):
     values = np.random.default_rng(0).integers(0, 256, (50, 40, 3), dtype=np.uint8)
-    image = Image.fromarray(values[..., 0].astype(np.uint16) * 257) if mode == "I;16" else Image.fromarray(values).convert(mode)
+    image = (Image.fromarray(values[..., 0].astype(np.uint16) * 257) if mode == "I;16" else
+             Image.fromarray(values).convert(mode))
     for name in "ab":
         (tmp_path / f"schöne Bilder/{name}").mkdir(parents=True)
         image.save(tmp_path / f"schöne Bilder/{name}/a picture.{'tiff' if mode in ('CMYK', 'I;16') else 'png'}")
-    done = command("encode", tmp_path / "out", "--images", tmp_path / "schöne Bilder", "--resolution", 32, "--autoencoder",
-                   "embedded")
+    done = command("encode", tmp_path / "out", "--images", tmp_path / "schöne Bilder", "--resolution", 32,
+                   "--autoencoder", "embedded")
     assert done.exit_code == 0 and "2 images of 2 classes, 0 left out" in done.output, done.output
 
 

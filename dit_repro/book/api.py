@@ -1,12 +1,14 @@
 """The reference page: every public name with its signature and docstring, read from the sources without importing."""
 import ast
+import re
 from pathlib import Path
 
-ROOMS = ("profiles", "latents", "models", "diffusion", "training", "sampling", "evaluation", "speed", "stability", "book")
+ROOMS = ("profiles", "latents", "models", "diffusion", "training", "sampling", "evaluation", "speed", "stability",
+         "book")
 HEADER = """# Reference
 
-What notebooks import, room by room; data flows through the rooms in this order. Shapes are in the docstrings: *N* images,
-*C* channels, *H* by *W* cells.
+What notebooks import, room by room; data flows through the rooms in this order. Shapes are in the docstrings: *N*
+images, *C* channels, *H* by *W* cells.
 """
 
 
@@ -41,6 +43,10 @@ def _public(package: Path, room: str, tree: ast.Module):
             yield name, node
 
 
+def _arguments(method: ast.FunctionDef) -> str:
+    return re.sub(r"^(self|cls)(, )?", "", ast.unparse(method.args))
+
+
 def _entry(name: str, node) -> str:
     text = ast.get_docstring(node) or ""
     if isinstance(node, ast.ClassDef):
@@ -48,9 +54,9 @@ def _entry(name: str, node) -> str:
                   and not part.target.id.startswith("_")]
         methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
         start = next((part for part in methods if part.name == "__init__"), None)
-        head = f"class {name}" + (f"({ast.unparse(start.args).removeprefix('self').removeprefix(', ')})" if start else "")
+        head = f"class {name}" + (f"({_arguments(start)})" if start else "")
         code = "\n".join([head, *(f"    {field}" for field in fields)])
-        shown = [f"- `{part.name}({ast.unparse(part.args).removeprefix('self').removeprefix('cls').removeprefix(', ')})`: "
+        shown = [f"- `{part.name}({_arguments(part)})`: "
                  + (ast.get_docstring(part) or "").partition("\n\n")[0].replace("\n", " ")
                  for part in methods if not part.name.startswith("_") and ast.get_docstring(part)]
         return f"### {name}\n\n```python\n{code}\n```\n\n{text}\n\n" + "\n".join(shown) + "\n"

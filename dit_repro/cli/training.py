@@ -114,7 +114,8 @@ def export_ema(run_folder, step, out):
 @click.option("--weights", default="ema", type=click.Choice(["ema", "model"]), help="Which of a training checkpoint.")
 @click.option("--autoencoder", metavar="NAME",
               help="diffusers: embedded, stabilityai/sd-vae-ft-ema, or a folder; without, from_pretrained needs vae=.")
-@click.option("--class-names", type=click.Path(exists=True, dir_okay=False), metavar="FILE", help="diffusers: one name a line.")
+@click.option("--class-names", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
+              help="diffusers: one name a line.")
 @click.option("--schedule", type=click.Choice(["linear", "cosine"]),
               help="diffusers: the schedule the model was trained with.  [default: the run's, else linear]")
 def convert(source, destination, to, weights, autoencoder, class_names, schedule):

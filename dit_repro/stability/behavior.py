@@ -35,8 +35,8 @@ def check_behavior(run: RunFolder, extractor: FeatureExtractor, samples: int = 1
     said = ["labels: one class, or fewer than twenty samples, so there is nothing to compare"]
     if classes > 1:
         found = condition_information(torch.cdist(features, means).argmin(1), labels)
-        said = [f"labels: a sample carries {found.bits:.2f} bits about its label, {found.chance:.2f} to be had by chance: "
-                + ("they are used" if found.bits > found.chance else "THE LABELS ARE IGNORED")]
+        said = [f"labels: a sample carries {found.bits:.2f} bits about its label, {found.chance:.2f} to be had by "
+                "chance: " + ("they are used" if found.bits > found.chance else "THE LABELS ARE IGNORED")]
     if len(real) >= 100:
         copies = find_copies(features, real)
         said.append(f"copies: {copies.share:.0%} of the samples lie nearer to a training image than 99% of training "
