@@ -134,7 +134,7 @@ run.record("checkpointing_memory", variants["activation checkpointing"]["peak_by
 
 # %% tags=["hide-input"]
 gained = "gains" if run["bf16_gain"] > 1.03 else "loses" if run["bf16_gain"] < 0.97 else "changes nothing"
-run.say("""For {ladder_model} the best cumulative rung here is "{ladder_best}", **{ladder_total:.2f} times** the slowest, at {ladder_utilization:.0%} of the limit of its format. bf16 autocast """ + gained + """: {bf16_gain:.2f} times as fast as the rung before it.
+run.say("""For {ladder_model} the best cumulative rung here is "{ladder_best}", **{ladder_total:.2f} times** as fast as the first rung, at {ladder_utilization:.0%} of the limit of its format. bf16 autocast """ + gained + """: {bf16_gain:.2f} times as fast as the rung before it.
 
 Over 20 fixed steps bf16 moves the loss by at most {loss_difference_bf16:.1e} of it, the rungs that stay in float32 by at most {loss_difference_fp32_rungs:.1e}. A rung that moved it visibly would be another training, not a faster one.
 
@@ -202,7 +202,7 @@ run.record("page_faults_after", page_faults(step))
 
 # %% tags=["hide-input"]
 run.record("gain_if_all_else_were_free", 1 / run["share_products"])
-run.say("""Of a step's operators {share_products:.0%} is matrix products, {share_attention:.0%} attention, {share_gelu:.0%} GELU and its derivative, {share_optimizer:.0%} the optimizer and the average, all fused. If everything but the products were free, the step would be {gain_if_all_else_were_free:.2f} times as fast: that is the most that any change can bring which leaves the products alone. The fused optimizer touches {share_optimizer:.0%}, so that is about what it can win.
+run.say("""Of a step's operators {share_products:.0%} is matrix products, {share_attention:.0%} attention, {share_gelu:.0%} GELU and its derivative, {share_optimizer:.0%} the optimizer and the average, all fused. If everything but the products were free, the step would be {gain_if_all_else_were_free:.2f} times as fast: that is the most that any change can bring which leaves the products alone. Already fused, optimizer and average take {share_optimizer:.0%}: no further change to them can win more.
 
 In the block the products run at {block_products_of_ceiling:.0%} of the device's fastest product ({ceiling_gflops:,.0f} GFLOP/s). The GELU takes {gelu_over_copy:.1f} times as long as its bytes need at {bandwidth_gbytes:,.0f} GB/s: where that is well above one, it is the tangent that costs, and a compiler that fuses it saves the trip but not the arithmetic.
 
@@ -254,7 +254,7 @@ run.say("""Against plain products fused attention makes the step {fused_attentio
 # %% [markdown]
 # ## Two ranks
 #
-# XL/2 did not fit the post's one H100 at batch 256, so it ran on two: 246.9 ms a step alone, 284 to 287 ms together. "Both at 99% utilization, confirming that the parallelism was efficient", says the post; but a GPU that waits for a message also counts as utilized. Time tells. Below two processes train together over gloo, or over NCCL where there are two GPUs, and the parts are separated: a rank alone, both without messages, both with, and the messages with nothing else to do.
+# XL/2 did not fit the post's one H100 at batch 256, so it ran on two: 246.9 ms a step alone, 284 to 287 ms together. The post takes utilization near 100% on both as proof that the parallelism was efficient; but a GPU that waits for a message also counts as utilized. Time tells. Below two processes train together over gloo, or over NCCL where there are two GPUs, and the parts are separated: a rank alone, both without messages, both with, and the messages with nothing else to do.
 #
 # > **Predict first.** Two cores, two ranks, one thread each. Where is time lost: in the messages, or before any is sent?
 
@@ -277,7 +277,7 @@ run.record("post_ddp_efficiency", 246.9 / 285.5)
 run.record("post_ddp_lost_ms", 285.5 - 246.9)
 
 # %% tags=["hide-input"]
-run.say("""A rank of {ddp_model} alone takes {ddp_alone_ms:.0f} ms, both without messages {ddp_compute_ms:.0f} ms, both with messages **{ddp_together_ms:.0f} ms**: an efficiency of {ddp_efficiency:.0%}, beside {post_ddp_efficiency:.0%} in the post. Summing the {ddp_megabytes:.1f} MB of gradients takes {ddp_all_reduce_ms:.1f} ms by itself, of which {ddp_hidden:.0%} runs behind the backward pass. Neighbors that compute as well cost {ddp_contention:.0%} of a step before any message is sent.""")
+run.say("""A rank of {ddp_model} alone takes {ddp_alone_ms:.0f} ms, both without messages {ddp_compute_ms:.0f} ms, both with messages **{ddp_together_ms:.0f} ms**: an efficiency of {ddp_efficiency:.0%}. (The post's own two times, of another network on other links, give {post_ddp_efficiency:.0%}.) Summing the {ddp_megabytes:.1f} MB of gradients takes {ddp_all_reduce_ms:.1f} ms by itself, of which {ddp_hidden:.0%} runs behind the backward pass. Neighbors that compute as well cost {ddp_contention:.0%} of a step before any message is sent.""")
 
 # %% [markdown]
 # From bytes to more GPUs it is arithmetic. A ring moves 2(n − 1)/n of the gradients through each link; behind the backward pass, two thirds of a step, it can hide. The bytes of the network above were counted where DDP hands them over; they are four for each parameter, and so are XL/2's. The links are their makers' numbers, one direction, and reached only in part. The batch grows with the GPUs here: 128 images on each.
@@ -353,7 +353,7 @@ else:
 # %% [markdown]
 # <details><summary>Answers to the predictions</summary>
 #
-# A third. On a CPU without TF32 that rung does not exist, and the average of all weights at once moves too few bytes to notice; whether bf16 helps depends on whether the processor has units for it, and the table says which is the case. Time over width has an exponent near two once products dominate, and less for small widths. Two ranks on two cores of one machine share caches and memory before they send anything.
+# A third. On a CPU without TF32 that rung does not exist, and which of the others does nothing or harm the table says; bf16 needs units for it in the processor. Time over width has an exponent near two once products dominate, and less for small widths. Two ranks on two cores of one machine share caches and memory before they send anything.
 # </details>
 #
 # **Exercise.** `dit-repro bench ladder --model DiT-nano/2 --batch 64 --input-size 8 --compile` adds the compiler on a CPU, at the price of a minute or two. From the shares above, predict what it can gain at most, then run it.
