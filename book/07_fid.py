@@ -9,7 +9,7 @@
 # %% [markdown]
 # # FID: a score that has to be measured before it measures
 #
-# **Question.** The post's first FID was wrong twice, by a noise schedule and by a memory leak, and it took a day to see. What does a harness need so that such a number cannot pass for a result?
+# **Question.** The post's harness had two faults: it sampled the released model on the wrong noise schedule, and it filled the GPU with graphs. Only a model of known quality gave the first away. What does a harness need so that such a number cannot pass for a result?
 #
 # **Answer.** It has to know what it reads when nothing is wrong, how far the number of images alone lifts it, what each known mistake does to it, and under which protocol a number was made, so that it can refuse to compare two that were made differently. All of that can be had from one pass of features.
 #
@@ -125,9 +125,9 @@ if features.id == "Inception":
 # %% tags=["hide-input"]
 run.say("""Two real sets of {few:,} are **{floor_few:.3f}** apart (95% of the draws: {floor_few.low:.3f} to {floor_few.high:.3f}), two of {many:,} **{floor_many:.4f}**: a factor of {frechet_floor_small_over_large_n:.1f}, where the post's 35.8 and 7.4 make {post_floor_ratio:.2f}.
 
-The factor hardly depends on the network; the height does. To first order the floor at N images a side is 2 tr(S)/N from the means, plus a sum over all pairs of eigenvalues a, b of S, of ab/(a + b) each, from the covariances. Measured over predicted at {many:,} it is {floor_over_prediction:.2f}. For D independent features of variance one the formula gives (2D + D(D + 1)/2)/N: it grows with the *square* of the number of features, which is why {dimensions} of them are content with thousands of images and Inception's 2,048 are not with ten thousand.
+The factor hardly depends on the network; the height does. To first order the floor at N images a side is 2 tr(S)/N from the means, plus a sum over all pairs of eigenvalues a, b of S, of ab/(a + b) each, those of an eigenvalue with itself twice, from the covariances. Measured over predicted at {many:,} it is {floor_over_prediction:.2f}. For D independent features of variance one the formula gives (2D + D(D + 1)/2)/N: it grows with the *square* of the number of features, so Inception's 2,048 need far more images than the small classifier's 96. This page uses {dimensions}.
 
-One draw of the floor scatters by {floor_scatter_few:.0%} at {few:,}: a single real-against-real number, as the post has it, is a rough one.""")
+One draw of the floor scatters by {floor_scatter_few:.0%} at {few:,}: here a single real-against-real number is a rough one. The more features carry variance, the smaller the scatter; the post gives one draw and no spread.""")
 
 # %% [markdown]
 # ## Fewer images than features
@@ -159,7 +159,7 @@ run.record("error_square_root_epsilon", errors["the same + 1e-6"].max())
 errors.style.format("{:.0e}").set_caption("relative error")
 
 # %% tags=["hide-input"]
-run.say("""The largest relative errors are {error_singular_values:.0e} by singular values, {error_square_root:.0e} by the square root, {error_square_root_epsilon:.0e} with the epsilon. At Inception's size, `dit-repro bench frechet` makes the same comparison. No published score will move by the second. The third is another matter: an epsilon that is added only where a square root happens to fail moves a score by an amount that depends on the features' scale, and on the luck of rounding whether it moves at all.""")
+run.say("""The largest relative errors are {error_singular_values:.0e} by singular values, {error_square_root:.0e} by the square root, {error_square_root_epsilon:.0e} with the epsilon. At Inception's size, `dit-repro bench frechet` makes the same comparison. An error of the second's size matters only where it reaches a score's printed digits. The third is another matter: an epsilon that is added only where a square root happens to fail moves a score by an amount that depends on the features' scale, and on the luck of rounding whether it moves at all.""")
 
 # %% [markdown]
 # ## The same lift, in every score
@@ -237,7 +237,7 @@ run.say("""On its own schedule the model scores **{frechet_linear:.2f}** with {s
 # %% [markdown]
 # ## The second bug: results that remember
 #
-# The post's script decoded with trainable parameters, moved each result to the CPU, kept it, and filled the GPU. It need not keep pictures for that. Below an evaluation loop keeps nothing but the features, a few hundred bytes an image. Each small tensor holds a reference to the graph that made it, and the graph holds every activation of decoder and classifier.
+# The post's script decoded with trainable parameters, moved each result to the CPU, kept it, and filled the GPU. It need not keep pictures for that. Below an evaluation loop keeps nothing but the features, one small vector an image. Each small tensor holds a reference to the graph that made it, and the graph holds every activation of decoder and classifier.
 #
 # > **Predict first.** How many megabytes does one batch cost when only its features are kept?
 
@@ -284,7 +284,7 @@ for name, curve_mb in curves.items():
               if name == "no_grad" else {}))
 axes.set(xlabel="batches scored", ylabel="memory above the start, MB", xticks=range(1, plan.leak_batches + 1))
 axes.legend()
-run.figure(figure, name="leak", caption="Memory while scoring. The only difference between the lowest curve and the highest is no_grad; "
+run.figure(figure, name="leak", caption="Memory while scoring. The only difference between no_grad and graphs kept is the switch; "
            "both keep the same few features.")
 run.record("kept_graph_megabytes_per_batch", np.polyfit(range(plan.leak_batches), curves["graphs kept"], 1)[0])
 run.record("without_graph_megabytes_per_batch", round(np.polyfit(range(plan.leak_batches), curves["no_grad"], 1)[0], 2) + 0.0)
@@ -376,7 +376,7 @@ run.say("""The interval of the last row is {interval_width_first_order:.2f} wide
 # %% [markdown]
 # ## From the command line, on several processes
 #
-# The same scores without a notebook. Images are numbered, each with a label and a seed of its own, so any process can draw any of them; ranks take shards in turn, none is padded, and the shards' sums are merged exactly. The command below draws features again on its own and has to arrive at the number above. At the gpu and paper profiles it is FID-50K, on all GPUs.
+# The same scores without a notebook. Images are numbered, each with a label and a seed of its own, so any process can draw any of them; ranks take shards in turn, none is padded, and the shards' sums are merged exactly. The command below draws features again on its own and has to arrive at the number above. The gpu and paper profiles score 50,000 images on all GPUs; with Inception features that is FID-50K.
 
 # %%
 import json
@@ -526,7 +526,7 @@ run.figure(sample_grid(final.images(lowest)[None], ["samples"], [f"{spread[i]:.3
 # %% tags=["hide-input"]
 power = "so it would have seen such a group" if run["second_mode_p_value_planted"] < 0.05 else "so it could not have seen such a group"
 none = "None" if run["collapsed_samples"] == 0 else "{collapsed_samples:,}"
-images = ("Over single images the dip test finds a second mode in the samples (p = {second_mode_p_value:.3f}) and in real images p = {second_mode_p_value_real:.3f}: two groups of garments, not a group of failures."
+images = ("Over single images the dip test finds a second mode in the samples (p = {second_mode_p_value:.3f}) and in real images p = {second_mode_p_value_real:.3f}: the data have it too."
           if run["second_mode_p_value"] < 0.05 and run["second_mode_p_value_real"] < 0.05 else
           "Over single images the dip test gives p = {second_mode_p_value:.3f} for the samples and {second_mode_p_value_real:.3f} for real images.")
 run.say(f"""A share of {{replayed_labels_equal_share:.0%}} of the labels comes back, and a classifier that does not know them agrees with {{replayed_agreement:.1%}}; with labels of a wrong seed it would be {{wrong_seed_agreement:.1%}}, which is how to check a replay when nothing was kept.
@@ -555,7 +555,7 @@ run.record("class_excess_best", by_class.excess.iloc[-1])
 run.record("class_excess_worst_share", by_class.excess.iloc[0] / by_class.excess.sum())
 
 # %% tags=["hide-input"]
-run.say(f"""With {{class_images_fewest}} images or more a class the floor averages {{class_floor_mean:.2f}} and differs {{class_floor_range:.1f}}-fold between classes: without it the ranking would partly be one of garments. Above it, {by_class.index[0]} is worst with {{class_excess_worst:.2f}} and {by_class.index[-1]} best with {{class_excess_best:.2f}}. The worst class holds {{class_excess_worst_share:.0%}} of the summed excess, where an even spread over {len(by_class)} classes would give {1 / len(by_class):.0%}.""")
+run.say(f"""With {{class_images_fewest}} images or more a class the floor averages {{class_floor_mean:.2f}} and differs {{class_floor_range:.1f}}-fold between classes: without it the ranking would partly be one of classes. Above it, {by_class.index[0]} is worst with {{class_excess_worst:.2f}} and {by_class.index[-1]} best with {{class_excess_best:.2f}}. The worst class holds {{class_excess_worst_share:.0%}} of the summed excess, where an even spread over {len(by_class)} classes would give {1 / len(by_class):.0%}.""")
 
 # %% [markdown]
 # ## With Inception
@@ -598,4 +598,4 @@ run.claims()
 # %% [markdown]
 # ## What could not be shown at this scale
 #
-# No Inception weights, no ImageNet, no released checkpoint and none of ADM's public sample files were at hand, so no number on this page is an FID, and the post's six are unconfirmed. What carries over is not their size but their logic: the 1/N law of the floor, the exactness below the dimension, the direction of each planted fault. With the data, `dit-repro run 07 --profile paper -p data=IMAGENET -p official=DiT-XL-2-256x256.pt` records them, and `torchrun --nproc-per-node=8 -m dit_repro fid run ... --count 50000` is the paper's FID-50K.
+# No Inception weights, no ImageNet, no released checkpoint and none of ADM's public sample files were at hand, so no number on this page is an FID, and the post's six are unconfirmed. What carries over is not their size but their logic: the 1/N law of the floor, the exactness below the dimension, the direction of each planted fault. With the data, `dit-repro run 07 --profile paper -p data=IMAGENET -p official=/ABSOLUTE/DiT-XL-2-256x256.pt -p first_recipe=/ABSOLUTE/RUN` records them, and `torchrun --nproc-per-node=8 -m dit_repro fid run ... --count 50000` is the paper's FID-50K.

@@ -61,7 +61,7 @@ reference = FeatureStatistics(reference_features.shape[1]).update(reference_feat
 
 
 def decode(latents):
-    return torch.cat([vae.decode(part) for part in latents.split(256)])
+    return torch.cat([vae.decode(part) for part in latents.split(settings.sampling.batch_size)])
 
 
 guided_as_usual = Guidance(settings.sampling.guidance_scale, channels=None)
@@ -97,7 +97,7 @@ def difference(name: str, changed, plain, **details):
 def said(name: str, more: str, less: str, neutral: float = 0.0) -> str:
     """Which of two sentences the seeds agree on, if they do."""
     low, high = (float(run.fill(f"{{{name}.{side}:.9f}}")) for side in ("low", "high"))
-    return more if low > neutral else less if high < neutral else "the seeds disagree, so no effect is shown"
+    return more if low > neutral else less if high < neutral else "no difference in any seed" if low == high == neutral else "the seeds disagree, so no effect is shown"
 
 # %% [markdown]
 # ## A noise offset sharpens
@@ -122,7 +122,7 @@ contrast = [changed.float().std((1, 2, 3)).mean().item() / plain.float().std((1,
             for changed, plain in zip(offset_images, plain_images)]
 run.record("contrast_offset_over_plain", np.mean(contrast), seeds=numbers.seeds, interval=(min(contrast), max(contrast)))
 difference("frechet_offset_minus_plain", [*map(distance, offset_images)], [*map(distance, plain_images)])
-real_sharpness = sharpness(decode(train_store.latents(np.arange(256), np.zeros(256, bool), torch.zeros(256, *train_store.latent_shape))))
+real_sharpness = sharpness(decode(train_store.latents(np.random.default_rng(7).permutation(len(train_store))[:256], np.zeros(256, bool), torch.zeros(256, *train_store.latent_shape))))
 run.record("sharpness_plain_over_real", np.mean([sharpness(images) for images in plain_images]) / real_sharpness)
 
 # %%
@@ -255,8 +255,7 @@ run.record("copy_set_size", len(few))
 nearest = torch.cdist(extractor(copied_images).pool.double(), few_features[: len(few)].double()).argmin(1)
 rows = np.arange(0, len(labels), max(1, len(labels) // 8))[:8]
 pairs = torch.stack([copied_images[rows], few.images(nearest[rows].numpy())])
-run.figure(sample_grid(pairs, ["sample", "nearest"], train_store.class_names if len(rows) == 0 else
-                       [train_store.class_names[label] for label in labels[rows]], size=56), name="copies",
+run.figure(sample_grid(pairs, ["sample", "nearest"], [train_store.class_names[label] for label in labels[rows]], size=56), name="copies",
            caption="Samples of the run on {copy_set_size} images, and the training image nearest to each in feature space.")
 
 # %% tags=["hide-input"]

@@ -90,7 +90,7 @@ class Chapter:
 
     def changed(self, values: dict) -> dict:
         """The entries of `values` that are not the chapter's defaults, profile and data aside."""
-        return {name: value for name, value in values.items() if name not in ("profile", *DATA_PARAMETERS)
+        return {name: value for name, value in values.items() if name not in ("profile", "official", "first_recipe", *DATA_PARAMETERS)
                 and name in self.parameters and value != self.parameters[name].default}
 
     def calls(self, method: str) -> list[tuple[ast.Call, str | None]]:
