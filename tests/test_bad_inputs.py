@@ -46,7 +46,7 @@ def made(tmp_path_factory):
     shutil.copytree(root / "pictures", root / "with text")
     (root / "with text/a/note.txt").write_text("no picture")
     shutil.copytree(root / "pictures", root / "mixed")
-    picture(root / "mixed/a/0.png", (40, 32))
+    picture(root / "mixed/b/7.png", (40, 32))
     picture(root / "one/a/0.png")
     np.savez(root / "floats.npz", arr_0=np.zeros((8, 32, 32, 3), np.float32))
     np.savez(root / "no images.npz", other=np.zeros(3))
