@@ -46,7 +46,7 @@ def test_four_commands_lead_from_a_folder_of_pictures_to_a_score(pictures, tmp_p
     assert lost.read_bytes() == first["red bricks/000001.png"]   # its seed alone decides what it shows
     scored = command("fid", "score", out, "--reference", pictures, "--crop", 32, "--features", "classifier")
     assert "6" in scored.splitlines()[0] and "(small classifier)" in scored, scored
-    checked = command("stability", "check", run, "--samples", 4, "--features", "classifier")
+    checked = command("stability", "check", run, "--samples", 20, "--features", "classifier")
     assert "bits about its label" in checked and "too few to say" in checked
     refused = CliRunner().invoke(main, ["sample", str(run), str(out), "--class", "Blatter"])
     assert refused.exit_code == 1 and "the classes are blätter, red bricks" in refused.output

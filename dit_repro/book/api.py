@@ -17,7 +17,7 @@ def api_page(package: Path) -> str:
     parts = [HEADER]
     for room in ROOMS:
         tree = _parse(package / room / "__init__.py")
-        parts.append(f"## dit_repro.{room}\n\n{ast.get_docstring(tree)}\n")
+        parts.append(f"## dit_repro.{room}\n\n{ast.get_docstring(tree) or ''}\n")
         parts += [_entry(name, node) for name, node in _public(package, room, tree)]
     return "\n".join(parts)
 

@@ -132,7 +132,7 @@ def plant_size(notebook, code):
 
 
 def plant_package(notebook, code):
-    notebook.metadata["dit_repro"]["package"] = "0" * 16
+    notebook.metadata["dit_repro"] = sealed({**notebook.metadata["dit_repro"], "package": "0" * 16})
 
 
 @pytest.mark.parametrize("fault, message", [
