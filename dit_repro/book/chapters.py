@@ -89,7 +89,7 @@ class Chapter:
         return found
 
     def changed(self, values: dict) -> dict:
-        """The entries of `values` that are not the chapter's defaults, profile and what it is given to look at aside."""
+        """The entries of `values` that are not the chapter's defaults, profile and what it is to look at aside."""
         given = ("profile", *DATA_PARAMETERS, "official", "first_recipe")   # the last two: chapter 7's models to score
         return {name: value for name, value in values.items() if name not in given
                 and name in self.parameters and value != self.parameters[name].default}
