@@ -85,7 +85,8 @@ def trained(store=train_store, seed=0, **changes):
     last = settings_["num_steps"]
     config = settings.training(store, seed=seed, checkpoint_every=min(short.checkpoint_every, last),
                                archive_every=min(short.checkpoint_every, last), **settings_)
-    return launch(config, settings.run_path("recipe", config), short.processes)
+    name = "recipe" if store is train_store else store.path.name.partition("-")[0]  # other latents are another run
+    return launch(config, settings.run_path(name, config), short.processes)
 
 
 def difference(name: str, changed, plain, **details):
