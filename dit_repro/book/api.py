@@ -5,6 +5,7 @@ from pathlib import Path
 
 ROOMS = ("profiles", "latents", "models", "diffusion", "training", "sampling", "evaluation", "speed", "stability",
          "book")
+PAGE = "book/api"   # in _toc.yml; its text is made when the pages are built
 HEADER = """# Reference
 
 What notebooks import, room by room; data flows through the rooms in this order. Shapes are in the docstrings: *N*

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from dit_repro.book.api import PAGE
 from dit_repro.book.chapters import Chapter, chapters, toc_files
 from dit_repro.book.claims import CLAIMS_OUTPUT, load_claims, load_results, recording_cells, settings, update
 from dit_repro.book.provenance import code_hash, digest, package_hash, sealed
@@ -38,7 +39,7 @@ def lint(root: Path) -> list[Problem]:
         if path.suffix in (".py", ".ipynb") and path.stem not in [chapter.name for chapter in listed]:
             problems.append(Problem(path.name, "not in _toc.yml, so no reader can reach it"))
     for file in toc_files(root):
-        if not any((root / f"{file}{suffix}").is_file() for suffix in (".py", ".md", ".ipynb")):
+        if file != PAGE and not any((root / f"{file}{suffix}").is_file() for suffix in (".py", ".md", ".ipynb")):
             problems.append(Problem("_toc.yml", f"{file} does not exist"))
     for chapter in listed:
         if chapter.source.is_file():

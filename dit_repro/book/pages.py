@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from dit_repro.book.api import api_page
+from dit_repro.book.api import PAGE, api_page
 from dit_repro.book.chapters import chapters, toc_files
 from dit_repro.book.harvest import publish, unexecuted
 from dit_repro.files import workspace
@@ -28,8 +28,8 @@ def build_pages(root: Path, run: Path | None = None, offline: bool = False, stri
         if (root / name).is_dir():
             shutil.copytree(root / name, source / name, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
     shutil.copy(root / "_toc.yml", source)
-    if "book/api" in toc_files(source):
-        (source / "book" / "api.md").write_text(api_page(root / "dit_repro"), encoding="utf-8")
+    if PAGE in toc_files(source):
+        (source / f"{PAGE}.md").write_text(api_page(root / "dit_repro"), encoding="utf-8")
     if run:
         publish(source, run)
     for chapter in chapters(source):

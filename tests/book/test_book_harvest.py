@@ -153,8 +153,8 @@ def test_lint_names_a_fault_planted_in_the_committed_notebook(good_book, fault, 
 
 @pytest.mark.parametrize("text", [
     "saved to /home/ada/runs/one", "'/workspace/run'", "/nfs/ada/x", "=/lustre/ada", "/gpfs/p", "(/storage/a/b)",
-    "/srv/a/b", "/export/a/b", "/kaggle/input/x", "/scratch/ada", "/work/ada", "<td>/opt/x/y</td>", "file:///home/ada/x",
-    r"C:\Users\ada", r"'D:\\data\\latents'", "C:/Users/ada",
+    "/srv/a/b", "/export/a/b", "/kaggle/input/x", "/scratch/ada", "/volumes/ada", "<td>/opt/x/y</td>",
+    "file:///home/ada/x", r"C:\Users\ada", r"'D:\\data\\latents'", "C:/Users/ada",
 ])
 def test_lint_names_a_path_of_one_machine(good_book, text):
     edit(good_book, lambda notebook, code: code[3].outputs.append(
