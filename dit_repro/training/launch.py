@@ -3,12 +3,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Hashable
 from pathlib import Path
 
 from dit_repro.progress import progress
 from dit_repro.training.config import TrainConfig
 from dit_repro.training.loop import Trainer
 from dit_repro.training.run_folder import FolderInUse, RunFolder
+from dit_repro.workers import run_each
 
 
 def launch(config: TrainConfig, path: str | Path, num_processes: int = 1) -> RunFolder:
@@ -47,6 +49,24 @@ def launch(config: TrainConfig, path: str | Path, num_processes: int = 1) -> Run
         raise RuntimeError(f"{folder.path}: {status['state']} at step {status['step']}; run this again to go on from "
                            f"its last checkpoint. The end of {log}:\n{tail}")
     return asked
+
+
+def launch_each(runs: dict[Hashable, tuple[TrainConfig, Path]],
+                processes: int | None = None) -> dict[Hashable, RunFolder]:
+    """`launch` of each (config, path), under the same keys.
+
+    `processes`, of a run: one run after another, as `launch` does it; None: runs of one process and one thread, as many
+    at once as the CPU has cores, one after another where there is a GPU.
+    """
+    if processes is None:
+        folders = run_each(_launch_here, runs.values(), "runs", "run")
+    else:
+        folders = [launch(config, path, processes) for config, path in progress(runs.values(), desc="runs", unit="run")]
+    return dict(zip(runs, folders))
+
+
+def _launch_here(run: tuple[TrainConfig, Path]) -> RunFolder:
+    return launch(*run, num_processes=0)
 
 
 def _is_done(folder: RunFolder, config: TrainConfig) -> bool:

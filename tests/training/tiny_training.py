@@ -1,7 +1,9 @@
 """A model and a latent store small enough to train for hundreds of steps in a second."""
+import os
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from dit_repro.files import sha256, write_json
 from dit_repro.latents.store import FORMAT, FORMAT_VERSION
@@ -39,3 +41,13 @@ def final_bytes(folder):
     """What must be the same, bit for bit, however a run was interrupted: its last state and its metrics."""
     folder = Path(folder)
     return sorted(folder.glob("checkpoints/step-*"))[-1].read_bytes(), (folder / "metrics.jsonl").read_bytes()
+
+
+def threads_and_process(item):
+    return item, torch.get_num_threads(), os.getpid()
+
+
+def fail_on_odd(item):
+    if item % 2:
+        raise ValueError(f"odd: {item}")
+    return item
