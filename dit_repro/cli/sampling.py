@@ -1,6 +1,8 @@
 """Commands that draw pictures."""
 import click
 
+from dit_repro.cli.training import WEIGHTS
+
 
 @click.command()
 @click.argument("run_folder", metavar="RUN_FOLDER")
@@ -9,7 +11,7 @@ import click
                                                                         "[default: every class]")
 @click.option("--per-class", default=8, type=click.IntRange(1), help="Images of each class.")
 @click.option("--step", type=click.IntRange(0), help="Checkpoint.  [default: the newest]")
-@click.option("--weights", default="ema", type=click.Choice(["ema", "model"]), help="Averaged or raw.")
+@click.option("--weights", default="ema", type=click.Choice([*WEIGHTS]), help="Averaged or as trained.")
 @click.option("--steps", default="250", metavar="COUNT", help="Sampling steps, of the schedule of the training.")
 @click.option("--guidance", default=1.5, help="Scale; 1 is none.")
 @click.option("--seed", default=0, type=click.IntRange(0), help="Of the first image of a class; the others follow it.")
@@ -20,15 +22,14 @@ def sample(run_folder, out, classes, per_class, step, weights, steps, guidance, 
     import json
     from pathlib import Path
 
-    import torch
     from PIL import Image
 
-    from dit_repro.diffusion import NoiseSchedule
     from dit_repro.files import atomic_write, write_json
     from dit_repro.latents import LatentStore, load_autoencoder
     from dit_repro.sampling import Guidance
     from dit_repro.sampling import sample as draw
     from dit_repro.training import RunFolder
+    from dit_repro.training.parallel import DEVICE
 
     run = RunFolder(run_folder)
     config = run.config()
@@ -38,8 +39,7 @@ def sample(run_folder, out, classes, per_class, step, weights, steps, guidance, 
     wanted = [(name, seed + i, Path(out) / name / f"{seed + i:06d}.png")
               for name in classes or store.class_names for i in range(per_class)]
     missing = [row for row in wanted if not row[2].exists()]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    decoder = load_autoencoder(autoencoder or store.manifest["autoencoder"]["id"], device)
+    decoder = load_autoencoder(autoencoder or store.manifest["autoencoder"]["id"], DEVICE)
     if decoder.sha256 != store.manifest["autoencoder"]["sha256"]:
         click.echo(f"note: {decoder} is not the autoencoder of the training latents, "
                    f"{store.manifest['autoencoder']['id']}: pictures may be off in color and contrast", err=True)
@@ -50,12 +50,12 @@ def sample(run_folder, out, classes, per_class, step, weights, steps, guidance, 
     held = json.loads(note.read_text()) if note.is_file() else settings
     if changed := [f"{name} {held[name]} is now {settings[name]}" for name in settings if held[name] != settings[name]]:
         raise ValueError(f"{out} holds pictures drawn under other settings ({', '.join(changed)}): use another folder")
-    model = run.load_model(step, ema=weights == "ema").to(device)
+    model = run.load_model(step, ema=weights == "ema").to(DEVICE)
     write_json(note, settings)
     for first in range(0, len(missing), batch_size):
         part = missing[first:first + batch_size]
         latents = draw(model, [store.class_names.index(name) for name, _, _ in part],
-                       getattr(NoiseSchedule, config.schedule)(1000), steps, seeds=[seed for _, seed, _ in part],
+                       config.noise_schedule(), steps, seeds=[seed for _, seed, _ in part],
                        guidance=Guidance(guidance), batch_size=batch_size)
         for image, (_, _, path) in zip(decoder.decode(latents), part):
             with atomic_write(path, "wb") as file:

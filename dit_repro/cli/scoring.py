@@ -1,26 +1,34 @@
 """Commands on samples: scores, and what tests the scores."""
 import click
 
+from dit_repro.cli.training import WEIGHTS
+
+EXTRACTORS = ("inception", "classifier", "dinov2")
+
 
 @click.group()
 def fid():
     """Score images, and test what scores them."""
 
 
-def feature_extractor(features, weights, device="cpu"):
+def feature_extractor(features, weights, device="cpu", stand_ins=False):
     from dit_repro.evaluation import DINOV2, InceptionFeatures, TimmFeatures, load_classifier
 
     if features == "dinov2" and not weights:
-        raise ValueError("--features dinov2 needs --weights FILE.safetensors, from timm's page on the Hugging Face hub")
-    made = {"classifier": load_classifier, "inception": lambda: InceptionFeatures(weights),
+        raise ValueError("--features dinov2 needs --feature-weights FILE.safetensors, from timm's page on the Hugging "
+                         "Face hub")
+    checked = {"sha256": None} if stand_ins else {}
+    made = {"classifier": load_classifier, "inception": lambda: InceptionFeatures(weights, **checked),
             "dinov2": lambda: TimmFeatures(weights, DINOV2, size=224)}[features]()
     return made.to(device)
 
 
-features_option = click.option("--features", default="inception",
-                               type=click.Choice(["inception", "classifier", "dinov2"]),
+features_option = click.option("--features", default="inception", type=click.Choice(EXTRACTORS),
                                help="inception is FID's; classifier is embedded, for 32x32 Fashion-MNIST.")
-weights_option = click.option("--weights", metavar="FILE", help="Of the features.  [default: torch's cache, inception]")
+stand_ins_option = click.option("--stand-ins", is_flag=True, help="Take any weights of Inception's layout, for a "
+                                                                  "rehearsal; the score is not called FID then.")
+feature_weights_option = click.option("--feature-weights", metavar="FILE",
+                                      help="Of the features' network.  [default: torch's cache, inception]")
 
 
 def scoring_options(command):
@@ -33,7 +41,7 @@ def scoring_options(command):
                          help="REFERENCE holds class folders of any pictures: crop them as for training."),
             click.option("--mode", default="adm", type=click.Choice(["adm", "strict"]),
                          help="adm: as published. strict: order-proof Inception Score, float32 precision and recall."),
-            features_option, weights_option,
+            features_option, feature_weights_option, stand_ins_option,
             click.option("--reference-count", type=click.IntRange(2), metavar="N",
                          help="Images behind mu and sigma, where the file does not say (ImageNet: 1281167)."),
             click.option("--cache", metavar="FOLDER",
@@ -43,7 +51,8 @@ def scoring_options(command):
     return command
 
 
-def _score(ranks, samples, reference, crop, mode, features, weights, reference_count, cache, out, **protocol):
+def _score(ranks, samples, reference, crop, mode, features, feature_weights, stand_ins, reference_count, cache,
+           out, **protocol):
     from pathlib import Path
 
     from dit_repro.evaluation import evaluate
@@ -57,7 +66,7 @@ def _score(ranks, samples, reference, crop, mode, features, weights, reference_c
     elif crop:
         from dit_repro.latents import ImageSource
         reference = ImageSource.folder(reference, crop)
-    extractor = feature_extractor(features, weights, ranks.device)
+    extractor = feature_extractor(features, feature_weights, ranks.device, stand_ins)
     scores = evaluate(samples, reference, extractor, mode, cache=cache, reference_count=reference_count, **protocol)
     if ranks.is_main:
         click.echo(scores.report())
@@ -80,7 +89,7 @@ def score(samples, **options):
 @click.argument("model", metavar="RUN|FILE")
 @click.option("--count", default=50_000, type=click.IntRange(4), help="Images to draw.")
 @click.option("--step", type=click.IntRange(1), help="Checkpoint of the run.  [default: the newest]")
-@click.option("--raw", is_flag=True, help="The weights that were trained, not their moving average.")
+@click.option("--weights", default="ema", type=click.Choice([*WEIGHTS]), help="Averaged or as trained.")
 @click.option("--steps", default="250", help="Of the sampler.")
 @click.option("--guidance", default=1.0, type=click.FloatRange(0), help="Scale, on the paper's three channels.")
 @click.option("--labels", default="random", type=click.Choice(["random", "balanced"]), help="How labels are chosen.")
@@ -88,7 +97,7 @@ def score(samples, **options):
 @click.option("--batch", default=250, type=click.IntRange(1), help="Images at once.")
 @click.option("--autoencoder", metavar="NAME", help="[default: the one that the run's latents come from]")
 @scoring_options
-def run(model, count, step, raw, steps, guidance, labels, seed, batch, autoencoder, **options):
+def run(model, count, step, weights, steps, guidance, labels, seed, batch, autoencoder, **options):
     """Draw images from a training run, or from a released checkpoint's file, and score them; no picture is written.
 
     Works under torchrun: each rank draws its own images, and the scores are the same on any number of ranks.
@@ -106,13 +115,13 @@ def run(model, count, step, raw, steps, guidance, labels, seed, batch, autoencod
     with connect() as ranks:
         if Path(model).is_dir():
             folder = RunFolder(model)
-            config, network = folder.config(), folder.load_model(step, ema=not raw)
-            schedule = getattr(NoiseSchedule, config.schedule)(1000)
+            config, network = folder.config(), folder.load_model(step, ema=weights == "ema")
+            schedule = config.noise_schedule()
             autoencoder = autoencoder or LatentStore.open(config.latents).manifest["autoencoder"]["id"]
         else:
             if step:
                 raise ValueError(f"--step {step}: {model} is one checkpoint; steps are those of a run folder")
-            network = load_released_checkpoint(model, "model" if raw else "ema")
+            network = load_released_checkpoint(model, WEIGHTS[weights])
             schedule = NoiseSchedule.linear(1000)
         if autoencoder is None:
             raise ValueError("--autoencoder is missing: a released checkpoint does not say which one it was trained on "
@@ -125,28 +134,28 @@ def run(model, count, step, raw, steps, guidance, labels, seed, batch, autoencod
 
 @fid.command()
 @click.option("--images", metavar="FOLDER|NPZ", help="Real images.  [default: embedded Fashion-MNIST]")
-@click.option("--features", default="classifier", type=click.Choice(["inception", "classifier", "dinov2"]),
+@click.option("--features", default="classifier", type=click.Choice(EXTRACTORS),
               help="What the faults are measured in; classifier is embedded, for 32x32 Fashion-MNIST.")
-@weights_option
+@feature_weights_option
 @click.option("--adm-samples", metavar="NPZ", help="Instead: score this public file with Inception features ...")
 @click.option("--adm-reference", metavar="NPZ", help="... against this one, and compare with what ADM published.")
 @click.option("--anchor", default="ADM-G+U 256", type=click.Choice(["ADM-G+U 256", "ADM-G 128"]),
               help="Which public file it is.")
 @click.option("--cache", metavar="FOLDER", help="Keep the features of the public files here.")
-def doctor(images, features, weights, adm_samples, adm_reference, anchor, cache):
+def doctor(images, features, feature_weights, adm_samples, adm_reference, anchor, cache):
     """Plant known faults and show what each does to a score; or reproduce published scores from public files."""
     import torch
 
     from dit_repro.evaluation import check_anchors, diagnose, evaluate
     from dit_repro.evaluation.image_sets import open_images
+    from dit_repro.training.parallel import DEVICE
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     if cache and not adm_samples:
         raise ValueError("--cache is for --adm-samples: the planted faults are computed anew each time")
     if bool(adm_samples) != bool(adm_reference):
         raise ValueError("--adm-samples and --adm-reference go together")
     if adm_samples:
-        extractor = feature_extractor("inception", weights, device)
+        extractor = feature_extractor("inception", feature_weights, DEVICE)
         scores = evaluate(adm_samples, adm_reference, extractor, cache=cache, reference_count=1_281_167)
         rows = check_anchors(scores, anchor)
         for row in rows:
@@ -160,7 +169,7 @@ def doctor(images, features, weights, adm_samples, adm_reference, anchor, cache)
             labels = (images := ImageSource.embedded("test")).labels
         opened = open_images(images)
         some = torch.linspace(0, opened.count - 1, min(opened.count, 5_000)).round().long().tolist()
-        extractor = feature_extractor(features, weights, device)
+        extractor = feature_extractor(features, feature_weights, DEVICE)
         findings = diagnose(extractor, torch.cat([opened.read(i, i + 1) for i in some]),
                             None if labels is None else labels[some])
         for f in findings:

@@ -19,14 +19,12 @@ def ladder(model, batch, input_size, device, compile, repeats, out):
     """One training step, faster one change at a time, each change also alone; float32 at the bottom."""
     from pathlib import Path
 
-    import torch
-
     from dit_repro.files import write_json
     from dit_repro.speed.ladder import run_ladder
     from dit_repro.speed.report import ladder_figure, ladder_table
+    from dit_repro.training.parallel import DEVICE
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    result = run_ladder(model, batch, device, input_size=input_size, compile=compile, repeats=repeats)
+    result = run_ladder(model, batch, device or DEVICE, input_size=input_size, compile=compile, repeats=repeats)
     click.echo("\n".join(ladder_table(result)))
     if out:
         write_json(out, result)

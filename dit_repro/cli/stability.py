@@ -1,7 +1,7 @@
 """Commands on a run that broke, or may have."""
 import click
 
-from dit_repro.cli.scoring import feature_extractor, weights_option
+from dit_repro.cli.scoring import EXTRACTORS, feature_extractor, feature_weights_option
 
 
 @click.group()
@@ -58,26 +58,24 @@ def localize(file, autoencoder):
 @stability.command()
 @click.argument("run_folder", metavar="RUN_FOLDER")
 @click.option("--samples", default=100, type=click.IntRange(0), help="Guided samples to look at; 0 for none.")
-@click.option("--features", type=click.Choice(["inception", "classifier", "dinov2"]),
+@click.option("--features", type=click.Choice(EXTRACTORS),
               help="[default: classifier for Fashion-MNIST, else inception]")
-@weights_option
-def check(run_folder, samples, features, weights):
+@feature_weights_option
+def check(run_folder, samples, features, feature_weights):
     """What a run folder says: losses beside their baselines, when the loss broke and the alarm came, weights.
 
     And what its samples say: does the model use its labels, and does it repeat its training images?
     """
-    import torch
-
     from dit_repro.latents import LatentStore
     from dit_repro.latents.images import FASHION_MNIST_CLASSES
     from dit_repro.stability import check_behavior
     from dit_repro.stability.post_mortem import summary
     from dit_repro.training import RunFolder
+    from dit_repro.training.parallel import DEVICE
 
     run = RunFolder(run_folder)
     click.echo("\n".join(summary(run)))
     if samples and run.checkpoints():
         known = LatentStore.open(run.config().latents).class_names == FASHION_MNIST_CLASSES
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        extractor = feature_extractor(features or ("classifier" if known else "inception"), weights, device)
-        click.echo("\n".join(check_behavior(run, extractor, samples, device)))
+        extractor = feature_extractor(features or ("classifier" if known else "inception"), feature_weights, DEVICE)
+        click.echo("\n".join(check_behavior(run, extractor, samples, DEVICE)))

@@ -3,6 +3,8 @@ import sys
 
 import click
 
+WEIGHTS = {"ema": "ema", "raw": "model"}   # averaged, or as the optimizer left them: in an option, and in a file
+
 
 @click.command()
 @click.argument("run_folder", metavar="RUN_FOLDER")
@@ -34,7 +36,6 @@ def _preview(config):
     import torch
     from PIL import Image
 
-    from dit_repro.diffusion import NoiseSchedule
     from dit_repro.files import atomic_write
     from dit_repro.latents import LatentStore, load_autoencoder
     from dit_repro.sampling import Guidance, sample
@@ -43,7 +44,7 @@ def _preview(config):
     labels = torch.arange(min(8, config.num_classes))
 
     def draw(model, path):
-        latents = sample(model, labels, getattr(NoiseSchedule, config.schedule)(), "50", seeds=range(len(labels)),
+        latents = sample(model, labels, config.noise_schedule(), "50", seeds=range(len(labels)),
                          guidance=Guidance(1.5))  # (N, C, h, w)
         row = torch.cat([*autoencoder.decode(latents)], dim=2).permute(1, 2, 0)  # (H, N * W, 3)
         with atomic_write(f"{path}.png", "wb") as file:
@@ -111,7 +112,7 @@ def export_ema(run_folder, step, out):
 @click.argument("destination", metavar="DST")
 @click.option("--to", required=True, type=click.Choice(["diffusers", "released"]),
               help="A DiTPipeline folder, or one plain state dict (.safetensors or .pt).")
-@click.option("--weights", default="ema", type=click.Choice(["ema", "model"]), help="Which of a training checkpoint.")
+@click.option("--weights", default="ema", type=click.Choice([*WEIGHTS]), help="Which of a training checkpoint.")
 @click.option("--autoencoder", metavar="NAME",
               help="diffusers: embedded, stabilityai/sd-vae-ft-ema, or a folder; without, from_pretrained needs vae=.")
 @click.option("--class-names", type=click.Path(exists=True, dir_okay=False), metavar="FILE",
@@ -129,7 +130,7 @@ def convert(source, destination, to, weights, autoencoder, class_names, schedule
     run = RunFolder(source)
     if steps := run.checkpoints():
         schedule, source = schedule or run.config().schedule, checkpoint_path(run.checkpoint_folder, "step", steps[-1])
-    model = from_diffusers(source) if Path(source).is_dir() else load_released_checkpoint(source, weights)
+    model = from_diffusers(source) if Path(source).is_dir() else load_released_checkpoint(source, WEIGHTS[weights])
     if to == "released":
         save_released_checkpoint(model, destination)
     else:
@@ -142,7 +143,7 @@ def convert(source, destination, to, weights, autoencoder, class_names, schedule
 
 
 @click.command()
-@click.option("--profile", default="paper", help="smoke, laptop, gpu or paper")
+@click.option("--profile", default="paper", help="smoke, laptop, gpu, paper or rehearsal")
 @click.option("-o", "overrides", multiple=True, metavar="KEY=VALUE",
               help="Change one training setting, such as model=DiT-XL/2; may be repeated.")
 @click.option("--gpu", default="h100", help="a100, h100, h200, l40s or rtx4090")

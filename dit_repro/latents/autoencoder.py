@@ -12,6 +12,7 @@ from dit_repro.progress import progress
 
 RELEASED = ("stabilityai/sd-vae-ft-ema", "stabilityai/sd-vae-ft-mse")  # one encoder, two decoders
 WEIGHTS = "diffusion_pytorch_model"  # + .safetensors or .bin: diffusers' name
+BATCH_PIXELS = 2**22  # at once, 64 images of 256x256: their activations in SD's decoder take several GB already
 
 
 class Autoencoder:
@@ -44,16 +45,26 @@ class Autoencoder:
         if images.shape[2] % self.downsampling or images.shape[3] % self.downsampling:
             raise ValueError(f"images of {images.shape[2]}x{images.shape[3]} pixels: autoencoder {self.id} needs "
                              f"multiples of {self.downsampling}")
-        posterior = self.model.encode(self._to_model(images.to(self.model.device).float() / 127.5 - 1)).latent_dist
-        return torch.cat([posterior.mean, posterior.logvar], 1)  # logvar is clamped to [-30, 20]
+        moments = []
+        for part in images.split(self._batch(images.shape[2] * images.shape[3])):
+            posterior = self.model.encode(self._to_model(part.to(self.model.device).float() / 127.5 - 1)).latent_dist
+            moments.append(torch.cat([posterior.mean, posterior.logvar], 1))  # logvar is clamped to [-30, 20]
+        return torch.cat(moments)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Images (N, 3, H, W) uint8, on the CPU, of scaled latents (N, C, h, w), rounded to the nearest value."""
         if latents.ndim != 4 or latents.shape[1] != self.latent_channels:
             raise ValueError(f"expected latents (N, {self.latent_channels}, h, w), got {tuple(latents.shape)}")
-        images = self.model.decode(self._to_model(latents / self.scale_factor)).sample  # (N, 3, H, W)
-        return (127.5 * images + 127.5).round().clamp(0, 255).to(torch.uint8).contiguous().cpu()
+        images = []
+        for part in latents.split(self._batch(latents.shape[2] * latents.shape[3] * self.downsampling**2)):
+            decoded = self.model.decode(self._to_model(part / self.scale_factor)).sample  # (n, 3, H, W)
+            images.append((127.5 * decoded + 127.5).round().clamp(0, 255).to(torch.uint8).contiguous().cpu())
+        return torch.cat(images)
+
+    @staticmethod
+    def _batch(pixels: int) -> int:
+        return max(1, BATCH_PIXELS // pixels)
 
     def _to_model(self, x: Tensor) -> Tensor:
         return x.to(self.model.device, self.model.dtype).contiguous(memory_format=torch.channels_last)

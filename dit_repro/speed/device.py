@@ -1,8 +1,8 @@
-"""What a device is and does: its name, its fastest matrix product, and the memory that a step takes at its peak."""
-import os
+"""What a device does: its fastest matrix product, and the memory that a step takes at its peak."""
 import time
 import weakref
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,17 +12,12 @@ from torch.utils._pytree import tree_leaves
 from dit_repro.training.precision import matmul_precision
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
-
-
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
+@lru_cache
 def matmul_ceiling(device: torch.device, precision: str) -> float:
     """The most flop/s that a square matrix product of this device reaches in a precision, of two sizes."""
     best = 0.0

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dit_repro.diffusion import NoiseSchedule, Objective, training_losses
 from dit_repro.files import write_json
 from dit_repro.models import create_model
+from dit_repro.speed.device import synchronize
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,10 @@ def _rank(rank: int, ranks: int, folder: str, model_name: str, images: int, inpu
 
 def _timed(part, device: torch.device) -> float:
     dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     part()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 

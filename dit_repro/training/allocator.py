@@ -2,6 +2,8 @@
 import ctypes
 import sys
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3   # of glibc's malloc.h
+
 
 def keep_freed_memory() -> None:
     """Let glibc keep up to 1 GB of what is freed; on other systems nothing happens. It holds for the whole process.
@@ -11,5 +13,7 @@ def keep_freed_memory() -> None:
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(libc, "mallopt"):
-        for parameter in (-1, -3):   # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-            libc.mallopt(parameter, 2**30)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**30)
+        # Before 2.35 glibc refuses more than half of one of its heaps, and then would map every block over 128 KB anew.
+        if not libc.mallopt(M_MMAP_THRESHOLD, 2**30):
+            libc.mallopt(M_MMAP_THRESHOLD, 2**25)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dit_repro.latents import LatentStore
+from dit_repro.training.config import NUM_TIMESTEPS
 
-NUM_TIMESTEPS = 1000   # of the training schedule; a sampler may take fewer
 # Each kind of draw has its own stream, so that a run without flips or with another objective sees the same noise.
 ORDER, FLIP, LATENT, TIMESTEP, NOISE, LABEL = range(6)
 

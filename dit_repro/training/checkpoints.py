@@ -82,12 +82,23 @@ def read_checkpoint(path: Path, sections: tuple[str, ...] | None = None) -> tupl
 
 def checkpoint_digest(path: Path) -> str:
     """A short hash of a whole checkpoint, made of the digests in its header."""
+    return hashlib.sha256(json.dumps(_header(path)["digests"], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_scalars(path: Path) -> dict:
+    """The scalars of a checkpoint, checked, without a look at its tensors."""
+    header = _header(path)
+    if hashlib.sha256(header["scalars"].encode()).hexdigest() != header["digests"]["scalars"]:
+        raise DamagedCheckpoint(f"checkpoint {path} was altered: the checksum of its scalars does not fit")
+    return json.loads(header["scalars"])
+
+
+def _header(path: Path) -> dict:
     try:
         with safe_open(path, framework="pt") as file:
-            digests = json.loads(file.metadata()[HEADER])["digests"]
-    except (SafetensorError, TypeError, KeyError, ValueError) as error:
+            return json.loads(file.metadata()[HEADER])
+    except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
         raise DamagedCheckpoint(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}") from error
-    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def section_digests(tensors: dict[str, Tensor]) -> dict[str, str]:

@@ -4,8 +4,9 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from dit_repro.diffusion import Objective
+from dit_repro.diffusion import NoiseSchedule, Objective
 
+NUM_TIMESTEPS = 1000   # of the training schedule; a sampler may take fewer
 # Two recipes that differ in declared choices only, each of which may be changed alone: the paper's, and the one that
 # the replication post trained for 400K steps before it read section 4 line by line.
 RECIPES = {
@@ -154,6 +155,10 @@ class TrainConfig:
         if name not in RECIPES:
             raise ValueError(f"recipe {name!r}: expected one of {', '.join(RECIPES)}")
         return dataclasses.replace(self, **RECIPES[name])
+
+    def noise_schedule(self) -> NoiseSchedule:
+        """The schedule that the model is trained under, and sampled from."""
+        return getattr(NoiseSchedule, self.schedule)(NUM_TIMESTEPS)
 
     def differences(self, other: "TrainConfig") -> dict:
         """Fields in which two configs make different runs, {name: (this, other)}, without those that may change."""

@@ -32,8 +32,17 @@ def append_line(path: Path, value: dict) -> None:
 
 
 def read_lines(path: Path) -> list[dict]:
-    """The values of a .jsonl file. A last line without its end is being written, or never was, and is left out."""
+    """The values of a .jsonl file. A last line without its end is being written, or never was, and is left out.
+
+    ValueError names the file and the line where one is damaged.
+    """
     if not path.is_file():
         return []
-    lines = path.read_text().split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    values = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            values.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: expected one JSON value, found {line[:60]!r} ({error}). Delete "
+                             "the line, or restore the file from a copy") from error
+    return values

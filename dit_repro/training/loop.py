@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from dit_repro.diffusion import NoiseSchedule, training_losses
+from dit_repro.diffusion import training_losses
 from dit_repro.progress import progress
 from dit_repro.training.allocator import keep_freed_memory
-from dit_repro.training.batches import NUM_TIMESTEPS, Batch, batches_from, latents_digest, open_latents
+from dit_repro.training.batches import Batch, batches_from, latents_digest, open_latents
 from dit_repro.training.checkpoints import checkpoint_path, read_checkpoint, require_space, size_of, write_checkpoint
 from dit_repro.training.config import TrainConfig
 from dit_repro.training.monitor import Alarm
-from dit_repro.training.parallel import accumulating, connect, local
+from dit_repro.training.parallel import accumulating, connect, device_name, local
 from dit_repro.training.precision import autocast, matmul_precision
 from dit_repro.training.run_folder import RunFolder, write_ema
 from dit_repro.training.state import TrainState
@@ -66,7 +66,7 @@ class Trainer:
         config = self.config
         store = open_latents(config, self.ranks.world_size)
         self.state = state = TrainState(config, self.ranks)
-        self.schedule = getattr(NoiseSchedule, config.schedule)(NUM_TIMESTEPS)
+        self.schedule = config.noise_schedule()
         self._restore(store)
         batches = batches_from(config, store, state.step + 1, self.ranks, state.retry)
         while state.step < config.num_steps:
@@ -235,7 +235,7 @@ class Trainer:
             self.folder.cut_metrics(state.step)
             require_space(self.folder.checkpoint_folder, 4 * size_of(state.model.state_dict()))
             self._event("resumed" if step else "started", world_size=self.ranks.world_size, torch=torch.__version__,
-                        device=device_name(self.ranks.device), images=len(store))
+                        device=device_name(self.ranks.device), threads=torch.get_num_threads(), images=len(store))
             self._status("running", steps_per_second=None)
             self.bar = progress(total=config.num_steps, initial=state.step, desc=self.folder.path.name, unit="step")
             if config.tensorboard:
@@ -286,10 +286,6 @@ def stop_signals():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
 
 
 def open_tensorboard(folder: Path, step: int):

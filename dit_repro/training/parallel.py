@@ -2,11 +2,17 @@
 import os
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"   # of whatever runs as one process; ranks have their own
+# The main rank verifies latents, writes checkpoints or computes scores alone, for hours on ImageNet. The others wait
+# in a collective for so long, and the default of ten minutes (NCCL) or half an hour (gloo) would end the run.
+PATIENCE = timedelta(days=1)
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,18 @@ def connect():
     if world_size == 1:
         yield Ranks(0, 1, device)
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
     try:
         yield Ranks(dist.get_rank(), world_size, device)
     finally:
         dist.destroy_process_group()
+
+
+def device_name(device: torch.device) -> str:
+    """What a reader of its numbers has to know it by: a GPU's product name; a CPU's cores and vector instructions."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def wrap(model: nn.Module, how: str, ranks: Ranks) -> nn.Module:

@@ -12,12 +12,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from dit_repro.files import write_json
+from dit_repro.latents import LatentStore
+from dit_repro.training.batches import latents_digest
 from dit_repro.training.checkpoints import (
     DamagedCheckpoint,
     checkpoint_digest,
     checkpoint_path,
     list_checkpoints,
     read_checkpoint,
+    read_scalars,
     remove_stale,
     write_checkpoint,
 )
@@ -180,7 +183,7 @@ class RunFolder:
             yield
 
     def prepare(self, config: TrainConfig) -> None:
-        """Make the folder hold this run; ValueError names the fields in which a run that has begun there differs."""
+        """Make the folder hold this run; ValueError names what differs in one begun there, which stays as it is."""
         if self.checkpoints() or self.is_locked():
             self._refuse_another(config)
         else:   # a model that cannot be built must not leave a folder behind
@@ -210,9 +213,21 @@ class RunFolder:
         return True
 
     def _refuse_another(self, config: TrainConfig) -> None:
-        if differences := self.config().differences(config):
+        begun = self.config()
+        if differences := begun.differences(config):
             listed = "; ".join(f"{name} is {old!r}, asked for {new!r}" for name, (old, new) in differences.items())
             raise ValueError(f"{self.path} holds another run: {listed}. Use another folder, or the same settings")
+        if config.latents == begun.latents and not Path(config.latents).is_dir():
+            return   # deleted: to go on is an error soon, to read what is finished is none
+        for step in reversed(self.checkpoints()):
+            try:
+                held = read_scalars(checkpoint_path(self.checkpoint_folder, "step", step))["identity"]["latents"]
+            except DamagedCheckpoint:
+                continue   # or deleted since: whoever trains here sets it aside, and says so
+            if held != (found := latents_digest(LatentStore.open(config.latents))):
+                raise ValueError(f"{self.path} was trained with other latents than {config.latents} holds (checksum "
+                                 f"{held}, here {found}): restore them, or train in another folder")
+            return
 
     def add_metrics(self, row: dict) -> None:
         """Append a line; a value that is not finite becomes null, which metrics() reads as NaN."""

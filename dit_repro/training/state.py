@@ -3,8 +3,7 @@ import torch
 from torch import Tensor
 
 from dit_repro.models import create_model
-from dit_repro.training.batches import NUM_TIMESTEPS
-from dit_repro.training.config import TrainConfig
+from dit_repro.training.config import NUM_TIMESTEPS, TrainConfig
 from dit_repro.training.ema import EMA
 from dit_repro.training.monitor import Monitor
 from dit_repro.training.parallel import Ranks, gather, like, wrap

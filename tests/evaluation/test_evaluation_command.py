@@ -47,8 +47,8 @@ def test_what_cannot_be_scored_is_one_line(files, tmp_path):
     samples, reference = files / "samples", files / "reference.npz"
     for arguments, said in (
             (("score", tmp_path / "none", "--reference", reference, "--features", "classifier"), "no images at"),
-            (("score", samples, "--reference", reference, "--weights", tmp_path / "x"), "Download"),
-            (("score", samples, "--reference", reference, "--features", "dinov2"), "--weights"),
+            (("score", samples, "--reference", reference, "--feature-weights", tmp_path / "x"), "Download"),
+            (("score", samples, "--reference", reference, "--features", "dinov2"), "--feature-weights"),
             (("doctor", "--adm-samples", tmp_path / "x.npz"), "go together")):
         ran = run(*arguments)
         assert ran.exit_code == 1

@@ -1,6 +1,10 @@
 """Operations, growth and scaling against what can be counted by hand."""
+import mmap
+import os
+import platform
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,11 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from dit_repro.models import DIT_CONFIGS, DiT, DiTConfig, count_macs
+from dit_repro.speed.device import page_faults
 from dit_repro.speed.growth import Growth, Size
 from dit_repro.speed.ladder import Bench, Settings, Step
 from dit_repro.speed.operations import block_operations, measure_operations, shares
 from dit_repro.speed.report import growth_figure, ladder_frame, roofline_figure, shares_figure
 from dit_repro.speed.scaling import Link, Scaling, all_reduce_seconds, measure_scaling, scaled_step
+from dit_repro.training import allocator
 
 CPU = torch.device("cpu")
 SMALL = DiTConfig(depth=2, width=64, heads=2, patch_size=2)
@@ -107,17 +113,52 @@ def test_shares_figure_and_frame_name_what_was_measured():
     assert "a CPU has no TF32" in ladder_frame({"model": "DiT-B/2", "rungs": [rung]}).to_html()
 
 
-# Of glibc, which these tests run on; elsewhere the function does nothing.
-def test_kept_memory_comes_back_without_new_pages():
-    code = """
-import sys, torch
-from dit_repro.speed.device import page_faults
-from dit_repro.training.allocator import keep_freed_memory
-torch.set_num_threads(1)
-if sys.argv[1] == "keep": keep_freed_memory()
-def step(): return [torch.ones(2**22) for _ in range(8)][:0]   # 16 MB each
+FAULTS = """
+import ctypes, resource, runpy, sys
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes, libc.memset.argtypes = ctypes.c_void_p, [ctypes.c_void_p], [
+    ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
+def step():
+    blocks = [libc.malloc(2**24) for _ in range(8)]
+    for block in blocks: libc.memset(block, 1, 2**24)
+    for block in blocks: libc.free(block)
+if len(sys.argv) > 1: runpy.run_path(sys.argv[1])["keep_freed_memory"]()
 for _ in range(3): step()
-print(page_faults(step))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-    faults = {how: int(subprocess.check_output([sys.executable, "-c", code, how])) for how in ("keep", "default")}
-    assert faults["keep"] < 100 < 1_000 < faults["default"]
+
+
+def touch(size=2**23):
+    block = mmap.mmap(-1, size)
+    for start in range(0, size, mmap.PAGESIZE):
+        block[start] = 1
+
+
+def test_kept_memory_comes_back_without_new_pages():
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("the C library is not glibc: keep_freed_memory does nothing")
+    if not page_faults(touch):
+        pytest.skip("this kernel does not count the fresh pages of a process")
+    # Settings of the caller's for malloc, or another malloc, would be measured instead of glibc's default.
+    environment = {name: value for name, value in os.environ.items()
+                   if not name.startswith("MALLOC_") and name not in ("GLIBC_TUNABLES", "LD_PRELOAD")}
+    default, keep = (int(subprocess.check_output([sys.executable, "-c", FAULTS, *how], env=environment))
+                     for how in ([], [allocator.__file__]))
+    assert keep < default / 4, f"{default} fresh pages in a step, {keep} with freed memory kept"
+
+
+def test_a_c_library_that_refuses_a_large_block_is_asked_for_the_largest_it_takes(monkeypatch):
+    accepted = {}
+
+    def mallopt(parameter, value):   # glibc before 2.35
+        if parameter == allocator.M_MMAP_THRESHOLD and value > 2**25:
+            return 0
+        accepted[parameter] = value
+        return 1
+
+    monkeypatch.setattr(allocator.sys, "platform", "linux")
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=mallopt))
+    allocator.keep_freed_memory()
+    assert accepted == {allocator.M_TRIM_THRESHOLD: 2**30, allocator.M_MMAP_THRESHOLD: 2**25}

@@ -74,7 +74,7 @@ def test_a_rung_that_fails_is_reported_and_the_others_go_on(monkeypatch):
         real(self)
 
     monkeypatch.setattr(Step, "average", average)
-    result = run_ladder("DiT-ladder/4", 2, "cpu", input_size=8, parity=False, alone=False, variants=False,
+    result = run_ladder("DiT-ladder/4", 2, "cpu", input_size=8, parity=False, alone=False, variants={},
                         rungs={"foreach EMA": RUNGS["foreach EMA"]})
     assert rung(result, "cumulative", "foreach EMA")["why_not"] == "CUDA out of memory. Tried to allocate"
     assert rung(result, "cumulative", "fp32")["speedup"] == 1

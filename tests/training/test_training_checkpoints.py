@@ -12,7 +12,8 @@ from tiny_training import final_bytes, tiny_config, write_store
 
 from dit_repro.diffusion import Objective
 from dit_repro.models import create_model
-from dit_repro.training import RunFolder, Trainer
+from dit_repro.profiles import get_profile
+from dit_repro.training import RunFolder, Trainer, launch
 from dit_repro.training.checkpoints import (
     DamagedCheckpoint,
     checkpoint_path,
@@ -144,8 +145,49 @@ def test_other_latents_under_the_same_settings_are_refused(run, tmp_path):
     moved = write_store(tmp_path / "moved")
     assert Trainer(replace(run.config(), latents=str(moved)), run.path).run() == "finished"
     other = write_store(tmp_path / "other", num_images=41)
-    with pytest.raises(ValueError, match="trained with other latents"):
-        Trainer(replace(run.config(), latents=str(other), num_steps=16), run.path).run()
+    before = (run.path / "config.json").read_bytes()
+    for num_steps in (8, 12, 16):   # past them, finished, to be gone on with
+        asked = replace(run.config(), latents=str(other), num_steps=num_steps)
+        for start in (lambda asked=asked: Trainer(asked, run.path).run(), lambda asked=asked: launch(asked, run.path)):
+            with pytest.raises(ValueError, match=r"trained with other latents than .*other holds \(checksum"):
+                start()
+    assert (run.path / "config.json").read_bytes() == before and run.config().latents == str(moved)
+
+
+def test_a_run_that_moved_with_its_latents_goes_on_and_one_without_them_is_still_read(run, tmp_path):
+    latents, config = write_store(tmp_path / "latents"), run.config()
+    folder = RunFolder(shutil.move(run.path, tmp_path / "elsewhere"))
+    asked = replace(config, latents=str(latents), num_steps=16)
+    assert Trainer(asked, folder.path).run() == "finished" and folder.config() == asked
+    checkpoint_path(folder.checkpoint_folder, "step", 16).write_bytes(b"damaged")   # the one before it is asked then
+    assert Trainer(asked, folder.path).run() == "finished" and folder.checkpoints()[-1] == 16
+    shutil.rmtree(latents)
+    assert launch(asked, folder.path).load_model() and launch(replace(asked, num_steps=8), folder.path).load_model()
+    with pytest.raises(FileNotFoundError, match="no latent store"):
+        launch(replace(asked, latents=str(tmp_path / "nowhere")), folder.path)
+
+
+def test_runs_on_other_latents_have_other_folders_in_the_workspace(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("DIT_REPRO_WORKSPACE", str(tmp_path))
+    stores = {name: write_store(tmp_path / name, n) for name, n in (("first", 40), ("moved", 40), ("other", 41))}
+    settings = get_profile("smoke")
+    paths = {name: settings.run_path("run", replace(config, latents=str(path))) for name, path in stores.items()}
+    assert paths["first"] == paths["moved"] != paths["other"] and paths["first"].parent == tmp_path / "runs"
+    assert settings.run_path("run", replace(config, seed=1)) not in paths.values()
+    with pytest.raises(FileNotFoundError, match="no latent store"):
+        settings.run_path("run", replace(config, latents=str(tmp_path / "nowhere")))
+
+
+def test_a_damaged_line_is_named_and_one_being_written_is_not(run):
+    file = run.path / "metrics.jsonl"
+    whole = file.read_bytes()
+    file.write_bytes(whole + b'{"step": 14, "ms')
+    assert len(run.metrics()) == len(whole.splitlines())
+    lines = whole.splitlines(keepends=True)
+    for damage in (b'{"step": 4, "m\n', b"\xff\x00\n", b"\n"):
+        file.write_bytes(b"".join([lines[0], damage, *lines[2:]]))
+        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: expected one JSON value.*Delete the line"):
+            run.metrics()
 
 
 def test_two_runs_cannot_share_a_folder(run):

@@ -3,10 +3,12 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from tiny_training import tiny_config
 
-from dit_repro.diffusion import Objective
+from dit_repro.diffusion import NoiseSchedule, Objective
 from dit_repro.training import TrainConfig
+from dit_repro.training.config import NUM_TIMESTEPS
 
 
 def test_defaults_are_the_papers_recipe():
@@ -75,6 +77,12 @@ def test_only_what_makes_another_run_counts_as_a_difference():
     assert not config.differences(elsewhere) and config.digest() == elsewhere.digest()
     other = replace(config, seed=1, objective=Objective(vb_weight=0.0))
     assert set(config.differences(other)) == {"seed", "objective"} and config.digest() != other.digest()
+
+
+def test_the_noise_schedule_is_the_one_that_is_named_over_the_papers_thousand_steps():
+    linear, cosine = (tiny_config("latents", schedule=name).noise_schedule() for name in ("linear", "cosine"))
+    assert torch.equal(linear.betas, NoiseSchedule.linear(1000).betas) and len(linear.betas) == NUM_TIMESTEPS == 1000
+    assert torch.equal(cosine.betas, NoiseSchedule.cosine(1000).betas)
 
 
 def test_each_part_of_a_recipe_is_in_the_config_and_can_be_switched_alone():

@@ -10,6 +10,7 @@ from tiny_training import tiny_config
 
 from dit_repro.training import RunFolder, Trainer
 from dit_repro.training.checkpoints import checkpoint_path, read_checkpoint
+from dit_repro.training.parallel import connect
 
 COLUMNS = ["loss", "mse", "vb", "mse_quarter_1", "grad_norm", "grad_norm_max", "update_norm", "ema_distance"]
 
@@ -58,6 +59,16 @@ def test_classes_are_counted_over_all_ranks_and_across_hands(runs, run):
 
 def test_a_batch_that_ranks_cannot_share_is_refused(runs):
     assert "cannot be shared by 2 processes" in RunFolder(runs / "odd").status()["reason"]
+
+
+def test_ranks_wait_for_hours_while_one_of_them_works_alone(monkeypatch):
+    asked = {}
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in (("init_process_group", lambda backend, **more: asked.update(more)), ("get_rank", lambda: 0),
+                        ("destroy_process_group", lambda: None)):
+        monkeypatch.setattr(torch.distributed, name, value)
+    with connect() as ranks:
+        assert ranks.world_size == 2 and asked["timeout"].total_seconds() >= 12 * 3600
 
 
 def test_more_processes_than_gpus_is_an_error_that_says_so(config, tmp_path, monkeypatch):
