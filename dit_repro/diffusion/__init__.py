@@ -1,3 +1,4 @@
+"""Chapters 2 and 8: noise schedules and training objectives."""
 from .objectives import (
     Losses,
     Objective,

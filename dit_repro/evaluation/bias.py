@@ -1,5 +1,5 @@
 """How sure a Frechet distance is, and how far the number of samples lifts it: all from one array of features."""
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -61,16 +61,10 @@ def distance_by_count(features, reference: FeatureStatistics, counts: Sequence[i
 
     A repeat is one shuffle; its subsets are its first 1,000, 2,000 ... rows. Raises ValueError on a count above N.
     """
-    x = check_features(features).double()
-    if max(counts) > len(x) or min(counts) < 2:
-        raise ValueError(f"counts must be from 2 to the {len(x)} features given, found {list(counts)}")
-    generator = torch.Generator().manual_seed(seed)
-    distances = np.empty((len(counts), repeats))
-    for repeat in range(repeats):
-        order = torch.randperm(len(x), generator=generator)
-        for i, count in enumerate(counts):
-            distances[i, repeat] = frechet_distance(FeatureStatistics(x.shape[1]).update(x[order[:count]]), reference)
-    return distances
+    def distance(shuffled, count):
+        return frechet_distance(FeatureStatistics(shuffled.shape[1]).update(shuffled[:count]), reference)
+
+    return _over_shuffles(distance, features, 1, counts, repeats, seed)
 
 
 def noise_floor(features, counts: Sequence[int], repeats: int = 4, seed: int = 0) -> np.ndarray:
@@ -79,17 +73,24 @@ def noise_floor(features, counts: Sequence[int], repeats: int = 4, seed: int = 0
     (len(counts), repeats) float64. With real features this is what a perfect generator would score. Raises ValueError
     on a count above N / 2.
     """
+    def distance(shuffled, count):
+        halves = shuffled[:2 * count].split(count)
+        return frechet_distance(*(FeatureStatistics(half.shape[1]).update(half) for half in halves))
+
+    return _over_shuffles(distance, features, 2, counts, repeats, seed)
+
+
+def _over_shuffles(distance: Callable[[Tensor, int], float], features, sides: int, counts: Sequence[int], repeats: int,
+                   seed: int) -> np.ndarray:
+    """distance(shuffled features, count), which looks at their first `sides` times `count` rows, for each pair."""
     x = check_features(features).double()
-    if 2 * max(counts) > len(x) or min(counts) < 2:
-        raise ValueError(f"counts must be from 2 to {len(x) // 2}, half of the features given, found {list(counts)}")
+    if sides * max(counts) > len(x) or min(counts) < 2:
+        each = "" if sides == 1 else f" for {sides} disjoint sets"
+        raise ValueError(f"counts must be from 2 to {len(x) // sides}, with {len(x)} features given{each}, found "
+                         f"{list(counts)}")
     generator = torch.Generator().manual_seed(seed)
-    distances = np.empty((len(counts), repeats))
-    for repeat in range(repeats):
-        order = torch.randperm(len(x), generator=generator)
-        for i, count in enumerate(counts):
-            a, b = (FeatureStatistics(x.shape[1]).update(x[some]) for some in order[:2 * count].split(count))
-            distances[i, repeat] = frechet_distance(a, b)
-    return distances
+    shuffles = (x[torch.randperm(len(x), generator=generator)] for _ in range(repeats))
+    return np.array([[distance(shuffled, count) for count in counts] for shuffled in shuffles]).T
 
 
 def expected_floor(statistics: FeatureStatistics, count: int) -> float:

@@ -64,26 +64,44 @@ class FeatureExtractor(nn.Module):
         return Features(*(torch.cat(head).float().cpu() for head in zip(*batches)))
 
 
+def find_inception_weights(path: str | Path | None = None) -> Path:
+    """The file of Inception's weights, in torch's hub cache without a path; FileNotFoundError says how to get it."""
+    path = Path(path or Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE)
+    if not path.is_file():
+        raise FileNotFoundError(f"no Inception weights at {path}. Download {INCEPTION_URL} (96 MB) to that place, "
+                                "or pass weights_path")
+    return path
+
+
+def find_timm_weights(path: str | Path, name: str) -> Path:
+    """The file of the weights of timm's network `name`; FileNotFoundError says how to get it."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no weights of {name} at {path}: fetch model.safetensors of "
+                                f"https://huggingface.co/timm/{name} (102 MB for a ResNet-50) and put it there")
+    return path
+
+
 class InceptionFeatures(FeatureExtractor):
     """The 2015 Inception network of FID, as the ADM evaluator reads it, with torch-fidelity's port of the graph.
 
     Heads: pool (N, 2048), spatial (N, 17*17*7 = 2023), logits (N, 1008) without the bias. Images of any size are
     resized to 299x299 inside, by TensorFlow 1 bilinear. Weights are read from torch's hub cache unless `weights_path`
-    is given, and never downloaded. Raises FileNotFoundError saying where to get them, ValueError on another file.
+    is given, and never downloaded. Raises FileNotFoundError saying where to get them, ValueError on another file; with
+    `sha256` None any weights of this layout do, and what they score is not called FID.
     """
     id = "Inception"
     resize = "TensorFlow 1 bilinear to 299"
     batch_size, spatial_channels = 64, 7
     packages = ("torch", "torch-fidelity")
 
-    def __init__(self, weights_path: str | Path | None = None, sha256: str = INCEPTION_SHA256):
+    def __init__(self, weights_path: str | Path | None = None, sha256: str | None = INCEPTION_SHA256):
         super().__init__()
-        path = Path(weights_path or Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE)
-        if not path.is_file():
-            raise FileNotFoundError(f"no Inception weights at {path}. Download {INCEPTION_URL} (96 MB) to that place, "
-                                    "or pass weights_path")
+        path = find_inception_weights(weights_path)
         self.sha256 = sha256_of(path)
-        if self.sha256 != sha256:
+        if sha256 is None and self.sha256 != INCEPTION_SHA256:
+            self.id = "stand-in for Inception"
+        elif self.sha256 != (sha256 or INCEPTION_SHA256):
             raise ValueError(f"{path}: SHA-256 is {self.sha256}, expected {sha256}. "
                              f"Download {INCEPTION_URL} (96 MB) again")
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
@@ -119,10 +137,7 @@ class TimmFeatures(FeatureExtractor):
     def __init__(self, weights_path: str | Path, name: str, size: int | None = None,
                  class_names: Sequence[str] | None = None):
         super().__init__()
-        path = Path(weights_path)
-        if not path.is_file():
-            raise FileNotFoundError(f"no weights of {name} at {path}: fetch model.safetensors of "
-                                    f"https://huggingface.co/timm/{name} and put it there")
+        path = find_timm_weights(weights_path, name)
         if path.suffix != ".safetensors":
             raise ValueError(f"{path}: expected a .safetensors file, the format that cannot run code")
         import timm

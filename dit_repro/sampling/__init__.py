@@ -1,3 +1,4 @@
+"""Chapter 6: samplers, guidance, remedies, and the detection of samples that collapse."""
 from .collapse import CollapseDetector, difference_interval, wilson_interval
 from .explorer import explorer
 from .exposure import Trace, trace

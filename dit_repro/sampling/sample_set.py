@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from dit_repro.diffusion import NoiseSchedule
 from dit_repro.latents import Autoencoder
 
+from .cells import Models, describe_cell, sample_cell
 from .guidance import NO_GUIDANCE
-from .sweeps import _cell, _describe_cell, _Models
 
 BLOCK = 250   # images a file of latents; evaluation's shards are a multiple of it, so no two ranks draw one block
 
@@ -27,10 +27,10 @@ class SampleSet:
     def __init__(self, model: nn.Module, labels, schedule: NoiseSchedule, autoencoder: Autoencoder, folder: str | Path,
                  label_policy: str, first_seed: int = 0, **settings):
         self.labels = torch.as_tensor(labels)
-        self._autoencoder, self._folder, self._models = autoencoder, Path(folder), _Models()
+        self._autoencoder, self._folder, self._models = autoencoder, Path(folder), Models()
         self._settings = {"model": model, "schedule": schedule, **settings}
         self._seeds = range(first_seed, first_seed + len(self.labels))
-        described = _describe_cell({**self._settings, "labels": self.labels, "seeds": self._seeds}, (label_policy,))
+        described = describe_cell({**self._settings, "labels": self.labels, "seeds": self._seeds}, (label_policy,))
         guidance = settings.get("guidance", NO_GUIDANCE)
         sampler = {name: value for name, value in described.items()
                    if name not in ("labels", "seeds", "steps", "guidance", "schedule")}
@@ -53,7 +53,7 @@ class SampleSet:
         for block in sorted({position // BLOCK for position in positions}):
             some = slice(block * BLOCK, (block + 1) * BLOCK)
             settings = {"batch_size": BLOCK, **self._settings, "labels": self.labels[some], "seeds": self._seeds[some]}
-            latents, _ = _cell(self._folder, self._models, settings, _describe_cell(settings, ("block", block)))
+            latents, _ = sample_cell(self._folder, self._models, settings, describe_cell(settings, ("block", block)))
             made |= dict(zip(range(some.start, some.stop), latents))
         return torch.stack([made[position] for position in positions])
 

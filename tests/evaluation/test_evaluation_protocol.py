@@ -132,7 +132,7 @@ def test_extrapolation_recovers_exact_polynomials_in_one_over_n():
 
 def test_counts_that_cannot_be_drawn_or_fitted_are_refused():
     x = gaussian(100, 3, 0)
-    with pytest.raises(ValueError, match=r"from 2 to the 100 features given, found \[50, 200\]"):
+    with pytest.raises(ValueError, match=r"from 2 to 100, with 100 features given, found \[50, 200\]"):
         distance_by_count(x, statistics(x), [50, 200])
     with pytest.raises(ValueError, match="at least 3 different counts"):
         extrapolate([10, 20], [1.0, 2.0])
@@ -152,5 +152,5 @@ def test_the_two_subsets_of_a_floor_are_disjoint():
     x = torch.arange(10.0)[:, None].double()          # halves of one dimension: means and variances tell them apart
     distances = noise_floor(x, (5,), repeats=50)[0]
     assert distances.min() > 0
-    with pytest.raises(ValueError, match="from 2 to 5, half of the features given"):
+    with pytest.raises(ValueError, match="from 2 to 5, with 10 features given for 2 disjoint sets"):
         noise_floor(x, (6,))

@@ -8,8 +8,16 @@ import torch
 from torch import nn
 
 from dit_repro.diffusion import NoiseSchedule
-from dit_repro.sampling import CollapseDetector, Guidance, clamp_x0, dynamic_threshold, sample, sweep, wilson_interval
-from dit_repro.sampling import sweeps as module
+from dit_repro.sampling import (
+    CollapseDetector,
+    Guidance,
+    cells,
+    clamp_x0,
+    dynamic_threshold,
+    sample,
+    sweep,
+    wilson_interval,
+)
 
 LINEAR, COSINE = NoiseSchedule.linear(1000), NoiseSchedule.cosine(1000)
 
@@ -134,8 +142,8 @@ def test_autocast_makes_another_cell(tmp_path):
 def test_corrected_sampler_samples_again(tmp_path, monkeypatch):
     model, corrected = Tiny(), tmp_path / "solvers.py"
     run(model, tmp_path / "cells")
-    corrected.write_text(Path(module.solvers.__file__).read_text() + "# corrected\n")
-    monkeypatch.setattr(module.solvers, "__file__", str(corrected))
+    corrected.write_text(Path(cells.solvers.__file__).read_text() + "# corrected\n")
+    monkeypatch.setattr(cells.solvers, "__file__", str(corrected))
     assert calls(model, tmp_path / "cells") > 0
 
 
@@ -149,9 +157,9 @@ class Scheduler:
 
 def test_address_of_a_scheduler_does_not_depend_on_the_process():
     """Else a sweep would start over with each kernel."""
-    address = module._describe(Scheduler(2, ["beta_start", "beta_end"]), "method")
-    assert address == module._describe(Scheduler(2, ["beta_end", "beta_start"]), "method")
-    assert address != module._describe(Scheduler(3, ["beta_start", "beta_end"]), "method")
+    address = cells._describe(Scheduler(2, ["beta_start", "beta_end"]), "method")
+    assert address == cells._describe(Scheduler(2, ["beta_end", "beta_start"]), "method")
+    assert address != cells._describe(Scheduler(3, ["beta_start", "beta_end"]), "method")
     private = {name for name in diffusers.DDIMScheduler().config if name.startswith("_")}
     assert "_use_default_values" in private  # what this is about
 
@@ -234,6 +242,12 @@ def test_sweep_may_call_its_cells_by_seed(tmp_path):
     rows = sweep(("seed",), {(seed,): {"seeds": [seed]} for seed in (8, 9)}, tmp_path, decode=decode, detector=DETECTOR,
                  model=Tiny(), labels=1, schedule=LINEAR, steps="5").rows
     assert list(rows.seed) == [8, 9] and list(rows.columns[:2]) == ["seed", "label"]
+
+
+def test_rows_name_the_class_of_their_label(tmp_path):
+    rows = run(Tiny(), tmp_path, CELL, ("name",), labels=[0, 1, 0], class_names=["bag", "shirt"]).rows
+    assert list(rows["class"]) == ["bag", "shirt", "bag"]
+    assert list(rows.columns[:4]) == ["name", "label", "seed", "class"]
 
 
 def no_name():
