@@ -25,14 +25,16 @@ from dit_repro.book import start
 run = start(globals())
 
 # %%
+from dataclasses import replace
+
 import pandas as pd
 import torch
 
 from dit_repro.models import DIT_CONFIGS, count_macs, count_parameters, create_model
 from dit_repro.profiles import DEVICE, get_profile
 from dit_repro.speed import GPUS, Bench, Settings, Step, shares
-from dit_repro.speed.device import matmul_ceiling, memory_bandwidth, page_faults
-from dit_repro.speed.ladder import POST_MS
+from dit_repro.speed.device import matmul_ceiling, memory_bandwidth
+from dit_repro.speed.ladder import POST_MS, VARIANTS
 
 speed = get_profile(profile).speed
 device = torch.device(DEVICE)
@@ -91,7 +93,7 @@ One number does not follow from the table. The remaining 350,000 steps took the 
 # %% [markdown]
 # ## The ladder on this machine
 #
-# The same ladder, measured here: cumulative, then each change alone on the slowest settings, then variants of the last rung. All rungs warm up over the same fixed steps from the same weights, so that their losses can be compared; then rounds visit them in turn, so that a machine that slows down slows all of them. The limit is the fastest matrix product of this device in the rung's own format. Memory is weights, moments, average and what a step needs at its worst moment.
+# The same ladder, measured here: cumulative, then each change alone on the slowest settings. All rungs warm up over the same fixed steps from the same weights, so that their losses can be compared; then rounds visit them in turn, so that a machine that slows down slows all of them. The limit is the fastest matrix product of this device in the rung's own format. Memory is weights, moments, average and what a step needs at its worst moment.
 #
 # > **Predict first.** Which of the changes does nothing here? Which makes it slower?
 
@@ -99,7 +101,7 @@ One number does not follow from the table. The remaining 350,000 steps took the 
 from dit_repro.speed import ladder_figure, ladder_frame, run_ladder
 
 ladders = [run_ladder(model, batch_size, device, input_size=size, compile=speed.compile, alone=speed.alone,
-                      repeats=speed.repeats) for model, batch_size, size in speed.ladders]
+                      variants={}, repeats=speed.repeats) for model, batch_size, size in speed.ladders]
 for number, result in enumerate(ladders):
     run.figure(ladder_figure(result), name=f"ladder-{number}", caption=f"{result['model']} at batch {result['batch_size']}"
                ": what each cumulative rung reaches, in a frame as long as the device's fastest matrix product.")
@@ -116,7 +118,7 @@ def rungs(result: dict, kind: str) -> dict:
     return {rung["name"]: rung for rung in result["rungs"] if rung["kind"] == kind and "seconds" in rung}
 
 
-steps, variants = rungs(ladders[0], "cumulative"), rungs(ladders[0], "variant")
+steps = rungs(ladders[0], "cumulative")
 best = min(steps.values(), key=lambda rung: rung["seconds"])
 run.record("ladder_model", ladders[0]["model"])
 run.record("ladder_total", best["speedup"])
@@ -127,18 +129,34 @@ run.record("bf16_gain", steps[before_bf16]["seconds"] / steps["bf16 autocast"]["
 run.record("loss_difference_bf16", steps["bf16 autocast"]["loss_difference"])
 exact = [r["loss_difference"] for r in ladders[0]["rungs"] if r.get("settings", {}).get("precision") == "fp32" and "seconds" in r]
 run.record("loss_difference_fp32_rungs", max(exact))
-last = variants.get("no compile") or [*steps.values()][-1]
-for name in ("plain attention", "batched modulation", "activation checkpointing"):
-    run.record("variant_" + name.replace(" ", "_"), last["seconds"] / variants[name]["seconds"])
-run.record("checkpointing_memory", variants["activation checkpointing"]["peak_bytes"] / last["peak_bytes"])
 
 # %% tags=["hide-input"]
 gained = "gains" if run["bf16_gain"] > 1.03 else "loses" if run["bf16_gain"] < 0.97 else "changes nothing"
 run.say("""For {ladder_model} the best cumulative rung here is "{ladder_best}", **{ladder_total:.2f} times** as fast as the first rung, at {ladder_utilization:.0%} of the limit of its format. bf16 autocast """ + gained + """: {bf16_gain:.2f} times as fast as the rung before it.
 
-Over 20 fixed steps bf16 moves the loss by at most {loss_difference_bf16:.1e} of it, the rungs that stay in float32 by at most {loss_difference_fp32_rungs:.1e}. A rung that moved it visibly would be another training, not a faster one.
+Over 20 fixed steps bf16 moves the loss by at most {loss_difference_bf16:.1e} of it, the rungs that stay in float32 by at most {loss_difference_fp32_rungs:.1e}. A rung that moved it visibly would be another training, not a faster one.""")
 
-Against the last rung, not compiled, plain matrix products in place of fused attention run {variant_plain_attention:.2f} times as fast, one product for all modulations {variant_batched_modulation:.2f} times, and recomputing activations {variant_activation_checkpointing:.2f} times while it needs {checkpointing_memory:.0%} of the memory.""")
+# %% [markdown]
+# Not every change is a switch on the way up. Below some parts of the step are replaced by others that compute the same. The step that they are compared with has the fastest rung's precision and everything fused; one that is not compiled is compared with one that is not.
+
+# %%
+threads = torch.get_num_threads()
+kept = {name: best["settings"][name] for name in ("precision", "compile")}
+fast = Settings(**kept, threads=threads, fused=True, resident=DEVICE == "cuda", foreach_ema=True)
+replaced = [run_ladder(model, batch_size, device, input_size=size, compile=speed.compile, alone=False, parity=False, baseline=fast,
+                       rungs={}, repeats=speed.repeats) for model, batch_size, size in speed.ladders]
+for result in replaced:
+    display(ladder_frame(result))
+fast = replace(fast, compile="")
+variants = rungs(replaced[0], "variant")
+plain_step = variants["no compile"]
+run.record("variants_precision", {"fp32": "float32"}.get(fast.precision, fast.precision))
+for name in ("plain attention", "batched modulation", "activation checkpointing"):
+    run.record("variant_" + name.replace(" ", "_"), plain_step["seconds"] / variants[name]["seconds"])
+run.record("checkpointing_memory", variants["activation checkpointing"]["peak_bytes"] / plain_step["peak_bytes"])
+
+# %% tags=["hide-input"]
+run.say("""In {variants_precision}, not compiled, plain matrix products in place of fused attention run at {variant_plain_attention:.2f} times the speed, one product for all modulations at {variant_batched_modulation:.2f} times, and recomputing activations at {variant_activation_checkpointing:.2f} times with {checkpointing_memory:.0%} of the memory.""")
 
 # %% [markdown]
 # ## Where the time goes
@@ -149,8 +167,6 @@ Against the last rung, not compiled, plain matrix products in place of fused att
 from dit_repro.speed import measure_operations, shares_figure
 
 model, batch_size, size = speed.profiled
-threads = torch.get_num_threads()
-fast = Settings("bf16" if DEVICE == "cuda" else "fp32", threads=threads, fused=True, resident=DEVICE == "cuda", foreach_ema=True)
 parts = {}
 for case, settings in {"all fused": fast, "plain optimizer and average": Settings(fast.precision, threads=threads)}.items():
     step = Step(Bench(model, batch_size, device, size), settings)
@@ -177,7 +193,9 @@ ceiling, bandwidth = matmul_ceiling(device, "fp32"), memory_bandwidth(device)
 operations = block_operations(bench.model.blocks[0], x, c, 4 * speed.repeats)
 run.figure(roofline_figure(operations, ceiling, bandwidth), name="roofline", export=True,
            caption=f"One block of {model}, forward, float32, {batch_size} images of {tokens} tokens. Each operation at the speed it ran at; larger "
-           "points took longer; the lines are measured on this device. Above the slope means that the data was still in a cache.")
+           "points took longer; the lines are measured on this device. Above the slope means that the data was still in a cache.",
+           alt="Logarithmic scatter plot, flop a byte against GFLOP a second, a named point an operation with its share of the time. A "
+           "slope, memory, meets a level, the fastest matrix product; how far a point lies under them is what a better kernel could win.")
 run.record("ceiling_gflops", ceiling / 1e9)
 run.record("bandwidth_gbytes", bandwidth / 1e9)
 products = [o for o in operations.values() if o.group == "matrix products"]
@@ -186,19 +204,15 @@ run.record("gelu_of_ceiling", operations["GELU"].flops / operations["GELU"].seco
 run.record("gelu_over_copy", operations["GELU"].seconds * bandwidth / operations["GELU"].bytes)
 
 # %% [markdown]
-# On Linux a CPU has one more cost, which no operator shows by name. Memory that a step frees goes back to the kernel, and the next step takes it as fresh pages that are zeroed at the first touch. The trainer tells the C library to keep it.
+# On Linux a CPU has one more cost, which no operator shows by name. Memory that a step frees goes back to the kernel, and the next step takes it as fresh pages that are zeroed at the first touch. The trainer tells the C library to keep it. The pages are counted in a process of its own, where nothing has asked for that before.
 
 # %%
-from dit_repro.training.allocator import keep_freed_memory
+from dit_repro.speed import fresh_pages
 
-step = Step(Bench(model, batch_size, device, size), fast)
-for _ in range(3):
-    step()
-run.record("page_faults_before", page_faults(step))
-keep_freed_memory()
-for _ in range(3):
-    step()
-run.record("page_faults_after", page_faults(step))
+pages = fresh_pages(model, batch_size, size, fast)
+if pages:
+    run.record("fresh_pages_default", pages[0])
+    run.record("fresh_pages_kept", pages[1])
 
 # %% tags=["hide-input"]
 run.record("gain_if_all_else_were_free", 1 / run["share_products"])
@@ -206,7 +220,8 @@ run.say("""Of a step's operators {share_products:.0%} is matrix products, {share
 
 In the block the products run at {block_products_of_ceiling:.0%} of the device's fastest product ({ceiling_gflops:,.0f} GFLOP/s). The GELU takes {gelu_over_copy:.1f} times as long as its bytes need at {bandwidth_gbytes:,.0f} GB/s: where that is well above one, it is the tangent that costs, and a compiler that fuses it saves the trip but not the arithmetic.
 
-A step took {page_faults_before:,} fresh pages before freed memory was kept, and {page_faults_after:,} after.""")
+""" + ("A step takes {fresh_pages_default:,} fresh pages as the C library does it by default, and {fresh_pages_kept:,} when freed memory is kept." if pages else
+       "Fresh pages are not counted here: the step runs on a GPU, or the system does not say."))
 
 # %% [markdown]
 # ## How cost grows
@@ -235,21 +250,21 @@ pd.DataFrame({"tokens": tokens.values, "share of attention": tokens.attention}).
 run.say("""Time grows with exponents {time_exponent_batch:.2f} in the batch, {time_exponent_depth:.2f} in depth, {time_exponent_width:.2f} in width and {time_exponent_tokens:.2f} in tokens; memory with {memory_exponent_batch:.2f}, {memory_exponent_depth:.2f}, {memory_exponent_width:.2f} and {memory_exponent_tokens:.2f}. Attention takes {attention_share_fewest:.0%} of a step at {fewest_tokens} tokens and **{attention_share_most:.0%}** at {most_tokens}. The kernel that computes it matters in proportion.""")
 
 # %% [markdown]
-# Fused attention against plain products, the same network once more with more tokens:
+# Fused attention against plain products, the same network once more with more tokens, in the same precision and not compiled:
 
 # %%
 model, batch_size, size = speed.long
 long = run_ladder(model, batch_size, device, input_size=size, alone=False, parity=False, compile=False, baseline=fast, rungs={},
-                  repeats=speed.repeats)
-few, many = variants["plain attention"], rungs(long, "variant")["plain attention"]
-run.record("tokens_of_ladder", ladders[0]["tokens"])
+                  variants={"plain attention": VARIANTS["plain attention"]}, repeats=speed.repeats)
+fused, plain = rungs(long, "cumulative")[fast.precision], rungs(long, "variant")["plain attention"]
+run.record("tokens_of_ladder", replaced[0]["tokens"])
 run.record("tokens_of_long", long["tokens"])
-run.record("fused_attention_gain_ladder", few["seconds"] / last["seconds"])
-run.record("fused_attention_gain_long", many["seconds"] / rungs(long, "cumulative")[fast.precision]["seconds"])
-run.record("fused_attention_memory_long", rungs(long, "cumulative")[fast.precision]["peak_bytes"] / many["peak_bytes"])
+run.record("fused_attention_gain_ladder", variants["plain attention"]["seconds"] / plain_step["seconds"])
+run.record("fused_attention_gain_long", plain["seconds"] / fused["seconds"])
+run.record("fused_attention_memory_long", fused["peak_bytes"] / plain["peak_bytes"])
 
 # %% tags=["hide-input"]
-run.say("""Against plain products fused attention makes the step {fused_attention_gain_ladder:.2f} times as fast at {tokens_of_ladder} tokens and {fused_attention_gain_long:.2f} times at {tokens_of_long}, where it needs {fused_attention_memory_long:.0%} of the memory.""")
+run.say("""Against plain products, both in {variants_precision}, fused attention runs the step at {fused_attention_gain_ladder:.2f} times the speed at {tokens_of_ladder} tokens and at {fused_attention_gain_long:.2f} times at {tokens_of_long}, where it needs {fused_attention_memory_long:.0%} of the memory.""")
 
 # %% [markdown]
 # ## Two ranks
@@ -311,8 +326,6 @@ run.say("""Over NVLink the sum of XL/2's gradients takes {all_reduce_ms_2_gpus:.
 # For 400,000 steps of 256 images. The price is a parameter of this chapter, not a fact. The post's times are measured by the post; the rows at 35% of the stated peak are what `dit-repro plan` assumes.
 
 # %%
-from dataclasses import replace
-
 from dit_repro.speed import plan_run
 from dit_repro.training import TrainConfig
 

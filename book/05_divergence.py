@@ -43,7 +43,7 @@ from dit_repro.sampling import Guidance, sample
 from dit_repro.speed.plan import plan_run
 from dit_repro.stability.post_mortem import find_break, inspect_weights, label_norms
 from dit_repro.stability.trials import Trial, alarms, broke, losses_after, mean_interval, outcome, run_trials
-from dit_repro.training import RunFolder, Trainer, launch, loss_by_timestep
+from dit_repro.training import RunFolder, launch, launch_each, loss_by_timestep
 from dit_repro.training.checkpoints import checkpoint_path, read_checkpoint
 
 settings = get_profile(profile, data=data, autoencoder=autoencoder)
@@ -121,7 +121,9 @@ for axes, recipe in zip(panels, schedules):
 panels[0].set_ylabel("noise MSE at the end")
 panels[0].legend(loc="upper left")
 run.figure(figure, name="map", export=True, caption=f"Loss over the last sixth of short runs of {base.model}. Losses "
-           "above 9, and those not finite, are drawn at 9. One seed.")
+           "above 9, and those not finite, are drawn at 9. One seed.",
+           alt="Two panels, a recipe each: loss at the end against the learning rate, both logarithmic, with and without clipping. Dashed "
+           "lines mark the loss of the zero predictor and of one that knows only the variance.")
 
 # %%
 trains = table[table.outcome == "trains"]
@@ -142,7 +144,7 @@ moved = "moves the edge up" if rate["clipped"] > rate["unclipped"] else "moves t
 run.record("clipping_moves_the_edge", rate["clipped"] > rate["unclipped"])
 
 # %% tags=["hide-input"]
-run.say(f"""Of {{map_cells}} runs, half of them clipped, {{map_trained_unclipped}} trained without clipping and {{map_trained_clipped}} with it; {{map_ended_at_zero_predictor}} ended at the zero predictor. The highest rate that still trains is {{highest_rate_post_first_unclipped:g}} for the post's first recipe and {{highest_rate_paper_unclipped:g}} for the paper's without clipping, {{highest_rate_post_first_clipped:g}} and {{highest_rate_paper_clipped:g}} with it: over this grid clipping **{moved}**. It may act on the way there too. {{map_stalled_then_trained}} of the runs that trained lay above half of the zero predictor's loss for more than a third of their steps first, and in the cell where it matters most the difference without less with clipping is {{map_steps_saved_by_clipping:.0f}} of {numbers.map_steps} such steps.""")
+run.say(f"""Of {{map_cells}} runs, half of them clipped, {{map_trained_unclipped}} trained without clipping and {{map_trained_clipped}} with it; {{map_ended_at_zero_predictor}} ended at the zero predictor. The highest rate that still trains (0 where none does) is {{highest_rate_post_first_unclipped:g}} for the post's first recipe and {{highest_rate_paper_unclipped:g}} for the paper's without clipping, {{highest_rate_post_first_clipped:g}} and {{highest_rate_paper_clipped:g}} with it: over this grid clipping **{moved}**. It may act on the way there too. {{map_stalled_then_trained}} of the runs that trained lay above half of the zero predictor's loss for more than a third of their steps first, and """ + ("""where clipping saves most of such steps it saves {map_steps_saved_by_clipping:.0f} of """ + f"{numbers.map_steps}." if run["map_steps_saved_by_clipping"] > 0 else "at no rate does clipping save any such step."))
 
 # %% [markdown]
 # ## What grows before the loss does
@@ -169,19 +171,27 @@ for axes, column, label in zip(panels, ("largest_logit", "activation_rms", "upda
     axes.set(xlabel="step", title=label)
 panels[2].legend(fontsize=8)
 run.figure(figure, name="growth", caption="Three runs of the post's first recipe. Logits and activations are looked at "
-           "every tenth step on eight images.")
+           "every tenth step on eight images.",
+           alt="Three panels against the step, logarithmic: largest attention logit, largest block output, norm of the update; a line a run, "
+           "its rate as label.")
 stable, unstable = (map_lines[key] for key in [*shown.values()][:2])
 run.record("logit_growth_unstable", unstable.largest_logit.replace(np.inf, np.nan).max() / unstable.largest_logit.iloc[0])
 run.record("logit_growth_stable", stable.largest_logit.replace(np.inf, np.nan).max() / stable.largest_logit.iloc[0])
 run.record("activation_growth_unstable", unstable.activation_rms.replace(np.inf, np.nan).max() / unstable.activation_rms.iloc[0])
 run.record("activation_growth_stable", stable.activation_rms.replace(np.inf, np.nan).max() / stable.activation_rms.iloc[0])
-rates = over / edge
-run.record("update_ratio_over_rate_ratio", unstable.update_norm.median() / stable.update_norm.median() / rates)
+run.record("rate_ratio", over / edge)
+run.record("update_ratio", unstable.update_norm.median() / stable.update_norm.median())
+run.record("update_ratio_over_rate_ratio", run["update_ratio"] / run["rate_ratio"])
 run.record("update_ratio_clipped_over_unclipped",
            map_lines[[*shown.values()][2]].update_norm.median() / unstable.update_norm.median())
 
 # %% tags=["hide-input"]
-run.say("""In the stable run the largest logit grew by a factor of {logit_growth_stable:.3g} and activations by {activation_growth_stable:.3g}; in the unstable one by **{logit_growth_unstable:.3g}** and {activation_growth_unstable:.3g}. A softmax over large logits picks one token and passes hardly any gradient to the others, and a large residual stream drowns what the next block adds. The ratio of the updates is {update_ratio_over_rate_ratio:.2g} times the ratio of the rates; near one, the optimizer took steps as large as it was told to. And clipping at 1.0 changes them by a factor of {update_ratio_clipped_over_unclipped:.2f}; where every gradient is clipped, Adam divides by the root of clipped second moments and the factor cancels.""")
+against_rates = run["update_ratio_over_rate_ratio"]
+steps_were = ("what the rates alone account for" if 0.5 < against_rates < 2 else
+              "more than the rates account for" if against_rates >= 2 else
+              "less than the rates account for, so over most of its length the broken run is not one of larger steps")
+cancels = 0.5 < run["update_ratio_clipped_over_unclipped"] < 2
+run.say("""In the stable run the largest logit grew by a factor of {logit_growth_stable:.3g} and activations by {activation_growth_stable:.3g}; in the unstable one by **{logit_growth_unstable:.3g}** and {activation_growth_unstable:.3g}. A softmax over large logits picks one token and passes hardly any gradient to the others, and a large residual stream drowns what the next block adds. The unstable run has {rate_ratio:.2g} times the stable one's rate, and its median update is **{update_ratio:.2g}** times the stable one's: """ + steps_were + """. With clipping at 1.0 its median update is {update_ratio_clipped_over_unclipped:.2g} times the one without""" + (""", which is no limit on it: where every gradient is clipped, Adam divides by the root of clipped second moments and the factor cancels.""" if cancels else """: a factor common to all gradients would cancel in Adam, so here the two runs went different ways."""))
 
 # %% [markdown]
 # ## A search for the late break
@@ -224,7 +234,7 @@ rows_before = first_run.metrics().query("step <= @at").to_dict("records")
 
 
 def broken_from(clip_norm: float | None) -> RunFolder:
-    """Chapter 3's run at step `at`, going on at a rate that breaks it."""
+    """Chapter 3's run at step `at`, ready to go on at a rate that breaks it."""
     changes = {"learning_rate": config.learning_rate * numbers.break_factor, "clip_norm": clip_norm, "on_alarm": "record",
                "num_steps": at + numbers.break_steps, "log_every": numbers.break_log_every,
                "checkpoint_every": 2 * numbers.break_log_every, "archive_every": 2 * numbers.break_log_every}
@@ -234,12 +244,11 @@ def broken_from(clip_norm: float | None) -> RunFolder:
         first_run.fork(path, at, **changes)
         for row in rows_before:
             folder.add_metrics(row)
-    if folder.status()["state"] != "finished":
-        Trainer(folder.config(), path).run()
     return folder
 
 
 broken = {name: broken_from(clip) for name, clip in (("no clip", None), (f"clip {numbers.clip_norm:g}", numbers.clip_norm))}
+broken = launch_each({name: (folder.config(), folder.path) for name, folder in broken.items()}, 0 if numbers.processes == 1 else None)
 
 # %%
 figure, axes = plt.subplots(figsize=(7, 3.4))
@@ -251,7 +260,9 @@ axes.axvline(at, color="#6b6b73", linewidth=1)
 axes.set(xlabel="step", ylabel="noise MSE")
 label_lines(axes)
 run.figure(figure, name="break", export=True,
-           caption=f"Chapter 3's run, its rate raised {numbers.break_factor:g} times after step {at}.")
+           caption=f"Chapter 3's run, its rate raised {numbers.break_factor:g} times after step {at}.",
+           alt="Loss against the step on a logarithmic scale, with and without clipping; a vertical line marks where the rate was raised, "
+           "dashed lines the loss of two predictors that have learned nothing of images.")
 ends = {name: folder.metrics().mse.tail(4) for name, folder in broken.items()}
 end_unclipped, end_clipped = (float(values.fillna(np.inf).median()) for values in ends.values())
 run.record("rate_break_unclipped_end", min(end_unclipped, 1e9))
@@ -357,7 +368,7 @@ run.record("label_norm_growth_range", float((norms[1] / norms[0]).max() / (norms
 weights.nlargest(5, "growth")[["tensor", "norm_before", "norm_after", "growth", "largest_after", "non_finite_after"]].round(3)
 
 # %% tags=["hide-input"]
-run.say("""NaN or infinite are **{nonfinite_weights_after_divergence}** values. The median tensor's norm grew {weight_norm_growth_median:.2f} times, the largest growth is {weight_norm_growth_largest:.3g} times, and the growth of label rows differs by a factor of {label_norm_growth_range:.2f} among them. """ + (
+run.say("""NaN or infinite are **{nonfinite_weights_after_divergence}** values. The median tensor's norm is {weight_norm_growth_median:.2f} times what it was, the one that grew most {weight_norm_growth_largest:.3g} times, and the growth of label rows differs by a factor of {label_norm_growth_range:.2f} among them. """ + (
     """A limit on norms would not have caught this.""" if run["weight_norm_growth_median"] < 3 else
     """Here the norms do tell, because the break was made by a rate; the post saw no growth, so its updates were not this large for this long."""))
 
@@ -402,7 +413,7 @@ pd.DataFrame([{"run": name, "onset": found.onset, "alarm": found.alarm, "level a
               for name, found in breaks.items() if found])
 
 # %% tags=["hide-input"]
-run.say("""The alarm comes **{alarm_latency_steps:.0f}** steps after the last usual window. Over {clean_runs} runs that train there are {false_alarms_on_clean_runs} false ones. {good_archives_before_divergence} checkpoints from before the break are on the disk, and the newest of them is the one that this chapter goes on from; a single file that is overwritten would hold the broken model. This part of the post's fix, archives and a logged norm, needs no theory of the cause.""")
+run.say(("""The alarm comes **{alarm_latency_steps:.0f}** steps after the last usual window.""" if seen else """No alarm was raised in {alarm_latency_steps:.0f} steps.""") + """ Over {clean_runs} runs that train there are {false_alarms_on_clean_runs} false ones. {good_archives_before_divergence} checkpoints from before the break are on the disk, and the newest of them is the one that this chapter goes on from; a single file that is overwritten would hold the broken model. This part of the post's fix, archives and a logged norm, needs no theory of the cause.""")
 
 # %% [markdown]
 # ## Broken by one gradient
@@ -416,8 +427,8 @@ whole = replace(config, compile=False, global_batch_size=numbers.trial_batch_siz
 start_file = str(checkpoint_path(first_run.checkpoint_folder, "step", steps[-1]))
 seeds = range(seed + 1, seed + 1 + numbers.trial_seeds)  # of the draws; chapter 3's own was `seed`
 factors, at_fault = (1.0, 10.0, 100.0, 1_000.0, 1e6), numbers.fault_step
-short = replace(whole, num_steps=at_fault)
-jobs = {(clip, factor, s): Trial(replace(short, seed=s, clip_norm=clip), start_file, fault_step=at_fault, gradient_scale=factor)
+one_step = replace(whole, num_steps=1)
+jobs = {(clip, factor, s): Trial(replace(one_step, seed=s, clip_norm=clip), start_file, fault_step=1, gradient_scale=factor)
         for clip in (None, numbers.clip_norm) for factor in factors for s in seeds}
 kicks = dict(zip(jobs, run_trials([*jobs.values()], cells, numbers.processes)))
 moved = {key: lines.update_norm.iloc[-1] for key, lines in kicks.items()}
@@ -451,7 +462,7 @@ torch.nn.utils.clip_grad_norm_([bad], 1.0)
 run.record("nonfinite_gradients_after_clipping", int((~bad.grad.isfinite()).sum()))
 
 # %% tags=["hide-input"]
-run.say("""A tenfold gradient makes the update **{update_growth_for_tenfold_gradient:.1f}** times larger, a thousandfold one {update_growth_for_thousandfold_gradient:.1f} times, a millionfold one {update_growth_for_millionfold_gradient:.1f} times: it is bounded, and the diagnosis is right. But the bound is loose. A coordinate usually moves by {typical_move_of_one_coordinate:.2f} times the rate, since gradients of successive steps cancel; one outlier can make it {bound_of_one_coordinate:.2f}. And the outlier stays in the first moment for about ten steps, so all of them go its way, in every coordinate at once. Clipped, the thousandfold gradient makes an update {update_growth_for_thousandfold_gradient_clipped:.1f} times the usual.
+run.say("""A tenfold gradient makes the update **{update_growth_for_tenfold_gradient:.1f}** times as large, a thousandfold one {update_growth_for_thousandfold_gradient:.1f} times, a millionfold one {update_growth_for_millionfold_gradient:.1f} times: it is bounded, and the diagnosis is right. But the bound is loose. A coordinate usually moves by {typical_move_of_one_coordinate:.2f} times the rate, since gradients of successive steps cancel; one outlier can make it {bound_of_one_coordinate:.2f}. And the outlier stays in the first moment for about ten steps, so all of them go its way, in every coordinate at once. Clipped, the thousandfold gradient makes an update {update_growth_for_thousandfold_gradient_clipped:.1f} times the usual.
 
 Clipping has a limit of another kind: of a gradient of four entries with one infinite among them it leaves {nonfinite_gradients_after_clipping} that is not finite, and three zeros. It divides by the norm, and the norm is infinite.""")
 
@@ -518,7 +529,9 @@ axes.axvline(0, color="#6b6b73", linewidth=1)
 axes.set(yticks=order, yticklabels=causal.index, xlim=(-0.3, 1.5),
          xlabel=f"mean excess loss over the {numbers.trial_steps - at_fault} steps after the fault")
 run.figure(figure, name="causal", export=True, caption="What one outlier gradient costs under each setting: "
-           f"mean over {len(seeds)} seeds of the draws with 95% t-intervals, from the same checkpoint. Dashed: nothing changed.")
+           f"mean over {len(seeds)} seeds of the draws with 95% t-intervals, from the same checkpoint. Dashed: nothing changed.",
+           alt="A row a setting, its mean excess loss as a point with an interval: "
+           + ", ".join(f"{name} {value:.2f}" for name, value in causal.excess.items()) + ".")
 
 # %%
 slug = {usual_fault: "fault_alone", clip: "clip", low_clip: "low_clip", "rate / 2": "half_rate",
@@ -553,7 +566,7 @@ run.say(f"""The outlier alone costs {{excess_fault_alone:.2f}} of loss (95% inte
 | harms | {with_verdict('harms')} |
 | undecided with {len(seeds)} seeds | {with_verdict('undecided')} |
 
-With clipping at 1.0 the same outlier costs **{{excess_clip:.2f}}** ({{excess_clip.low:.2f}} to {{excess_clip.high:.2f}}); with beta2 at 0.95 {{excess_beta2_0_95:.2f}}; at half the rate {{excess_half_rate:.2f}}; with the step left out {{excess_skip:.3f}}. A batch of latents a hundred times too large, a fault of the data, costs {{excess_outlier_batch:.2f}} and clipped {{excess_outlier_batch_clip:.2f}}.""")
+With clipping at 1.0 the same outlier costs **{{excess_clip:.2f}}** ({{excess_clip.low:.2f}} to {{excess_clip.high:.2f}}); with beta2 at 0.95 {{excess_beta2_0_95:.2f}}; at half the rate {{excess_half_rate:.2f}}; with the step left out {"nothing" if abs(run["excess_skip"]) < 5e-4 else f"{run['excess_skip']:.3f}"}. A batch of latents a hundred times too large, a fault of the data, costs {{excess_outlier_batch:.2f}} and clipped {{excess_outlier_batch_clip:.2f}}.""")
 
 # %% [markdown]
 # ## What clipping did, and what it did not
@@ -589,9 +602,13 @@ def step_ms(folder: RunFolder) -> float:
 
 
 if numbers.gpus > 1:
-    first_recipe = replace(flagship.with_recipe("post-first"), compile=True)
+    every = numbers.full_checkpoint_every
+    first_recipe = replace(flagship.with_recipe("post-first"), compile=settings.train.compile, model=numbers.full_model,
+                           num_steps=numbers.full_steps, global_batch_size=numbers.full_batch_size,
+                           checkpoint_every=every, archive_every=10 * every, log_every=min(every, flagship.log_every))
     xl = {"xl2_first": first_recipe, "xl2_clipped": replace(first_recipe, clip_norm=numbers.clip_norm)}
-    alone = replace(xl["xl2_first"], num_steps=2_000, global_batch_size=128, archive_every=0, keep_last=2)
+    alone = replace(xl["xl2_first"], num_steps=2 * every, global_batch_size=numbers.full_batch_size // 2,
+                    archive_every=0, keep_last=2)
     run.record("xl_2_step_ms_one_gpu", step_ms(launch(alone, settings.run_path("xl2_alone", alone))))
     xl = {name: launch(c, settings.run_path(name, c), num_processes=numbers.gpus) for name, c in xl.items()}
     run.record("xl_2_step_ms_two_gpus", step_ms(xl["xl2_first"]))

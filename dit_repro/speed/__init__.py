@@ -2,6 +2,7 @@
 from dit_repro.speed.growth import Size, measure_growth
 from dit_repro.speed.ladder import Bench, Settings, Step, run_ladder
 from dit_repro.speed.operations import block_operations, measure_operations, shares
+from dit_repro.speed.pages import fresh_pages
 from dit_repro.speed.plan import GPUS, plan_run
 from dit_repro.speed.report import (
     growth_figure,
@@ -23,6 +24,7 @@ __all__ = [
     "Step",
     "all_reduce_seconds",
     "block_operations",
+    "fresh_pages",
     "growth_figure",
     "ladder_figure",
     "ladder_frame",

@@ -38,7 +38,7 @@ class Growth:
     values: list[int]             # of the axis
     seconds: list[float]          # a step, median
     peak_bytes: list[int]         # weights, moments and average included
-    attention: list[float]        # share of the time that is attention, the products around it not
+    attention: list[float]        # along tokens: share of the time that is attention, the products around it not
 
     def exponent(self, what: str) -> float:
         """The slope of `seconds` or `peak_bytes` over the axis in logarithms, least squares over all points."""
@@ -47,7 +47,7 @@ class Growth:
 
 def measure_growth(base: Size, device: str | torch.device, factors: tuple[int, ...] = (1, 2, 4, 8), repeats: int = 3,
                    settings: Settings | None = None) -> list[Growth]:
-    """Time, memory and attention's share along each of AXES, the other three held at `base`."""
+    """Time and memory along each of AXES, the other three held at `base`; along tokens also attention's share."""
     device, found = torch.device(device), []
     settings = settings or Settings(threads=torch.get_num_threads(), fused=True, foreach_ema=True)
     points = [(axis, factor) for axis in AXES for factor in factors]
@@ -60,10 +60,12 @@ def measure_growth(base: Size, device: str | torch.device, factors: tuple[int, .
         step.warm_up(parity=False)
         with step.active():
             seconds = statistics.median(step.timed(step.inner) for _ in range(repeats))
-            share = shares(measure_operations(step, device, repeats=1)).get("attention", 0.0)
+            if axis == "tokens":
+                parts = shares(measure_operations(step, device, repeats=1))
+                found[-1].attention.append(parts.get("attention", 0.0))
         growth = found[-1]
         for values, value in ((growth.values, getattr(size, axis)), (growth.seconds, seconds),
-                              (growth.peak_bytes, step.peak_bytes), (growth.attention, share)):
+                              (growth.peak_bytes, step.peak_bytes)):
             values.append(value)
         step = None   # or it would still be there beside the next one
     return found

@@ -17,9 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dit_repro.diffusion import NoiseSchedule, Objective, training_losses
 from dit_repro.models import DiT, DiTConfig, count_macs, count_parameters, create_model
 from dit_repro.progress import progress
-from dit_repro.speed.device import device_name, matmul_ceiling, peak_above, synchronize
+from dit_repro.speed.device import matmul_ceiling, peak_above, synchronize
 from dit_repro.speed.rewrites import BatchedModulation, use_fp8
 from dit_repro.training.ema import EMA
+from dit_repro.training.parallel import device_name
 from dit_repro.training.precision import autocast, matmul_precision
 
 PARITY_STEPS = 20
@@ -186,7 +187,7 @@ class Step:
         with self.active():
             losses = [self()]
             transient = 0
-            for _ in range(3):   # CUDA graphs are recorded in the second step: a replay allocates nothing
+            for _ in range(3 if self.settings.compile == "graphs" else 1):   # recorded in the second step
                 transient = max(transient, peak_above(lambda: losses.append(self()), bench.device))
             state = bench.optimizer(self.settings.fused).state.values()
             held = [*bench.model.parameters(), *bench.ema.tensors.values(),
@@ -220,15 +221,15 @@ class Step:
 
 
 def run_ladder(model_name: str, batch_size: int, device: str | torch.device, *, input_size: int = 32, repeats: int = 5,
-               compile: bool | None = None, alone: bool = True, variants: bool = True, parity: bool = True,
+               compile: bool | None = None, alone: bool = True, variants: dict | None = None, parity: bool = True,
                baseline: Settings | None = None, rungs: dict | None = None, time_limit: float | None = None) -> dict:
     """Measure every rung; returns what `bench ladder` writes as JSON.
 
     Random latents (N, 4, input_size, input_size) and labels. Each rung warms up over 20 fixed steps from the same
     weights, whose losses are compared with float32's; then `repeats` rounds visit all rungs in turn, so that drift of
-    the machine does not make a rung. `compile`: by default on a GPU only. `baseline` and `rungs` replace float32 and
-    LADDER. `time_limit`: seconds after which no further rung is begun. A rung that fails or that the device cannot do
-    carries the reason.
+    the machine does not make a rung. `compile`: by default on a GPU only. `baseline`, `rungs` and `variants` replace
+    float32, LADDER and VARIANTS. `time_limit`: seconds after which no further rung is begun. A rung that fails or that
+    the device cannot do carries the reason.
     """
     start, device = time.monotonic(), torch.device(device)
     compile = device.type == "cuda" if compile is None else compile
@@ -237,14 +238,14 @@ def run_ladder(model_name: str, batch_size: int, device: str | torch.device, *, 
     bench = Bench(model_name, batch_size, device, input_size)
     baseline = baseline or Settings()
     rows, settings = [("cumulative", baseline.precision, baseline, None)], baseline
-    rungs = LADDER if rungs is None else rungs
+    rungs, variants = LADDER if rungs is None else rungs, VARIANTS if variants is None else variants
     for name, changes in rungs.items():
         reason = why_not(changes, device, compile)
         settings = settings if reason else replace(settings, **changes)
         rows.append(("cumulative", name, settings, reason))
-    replacing = {name: changes for name, changes in VARIANTS.items() if len(changes) > 1}   # more than no compile
+    replacing = {name: changes for name, changes in variants.items() if len(changes) > 1}   # more than no compile
     for kind, base, group in (("alone", baseline, {**rungs, **replacing} if alone else {}),
-                              ("variant", settings, VARIANTS if variants else {})):
+                              ("variant", settings, variants)):
         rows += [(kind, name, replace(base, **changes), why_not(changes, device, compile))
                  for name, changes in group.items()]
 

@@ -2,7 +2,6 @@
 import numpy as np
 import torch
 
-from dit_repro.diffusion import NoiseSchedule
 from dit_repro.evaluation import FeatureExtractor, condition_information, find_copies
 from dit_repro.latents import LatentStore, load_autoencoder
 from dit_repro.sampling import Guidance, sample
@@ -29,7 +28,7 @@ def check_behavior(run: RunFolder, extractor: FeatureExtractor, samples: int = 1
 
     classes = min(config.num_classes, max(1, samples // 10))
     labels = torch.arange(samples) % classes
-    drawn = sample(run.load_model().to(device), labels, getattr(NoiseSchedule, config.schedule)(1000), "50",
+    drawn = sample(run.load_model().to(device), labels, config.noise_schedule(), "50",
                    seeds=range(samples), guidance=Guidance(4.0 if config.label_dropout else 1.0))
     features = torch.cat([extractor(autoencoder.decode(part)).pool for part in drawn.split(256)])   # (N, D)
     said = ["labels: one class, or fewer than twenty samples, so there is nothing to compare"]

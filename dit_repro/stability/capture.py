@@ -18,19 +18,18 @@ from dit_repro.training.batches import (
     LABEL,
     LATENT,
     NOISE,
-    NUM_TIMESTEPS,
     TIMESTEP,
     batch_indices,
     generator,
     open_latents,
 )
 from dit_repro.training.checkpoints import checkpoint_path, read_checkpoint, write_checkpoint
-from dit_repro.training.parallel import Ranks
+from dit_repro.training.config import NUM_TIMESTEPS
+from dit_repro.training.parallel import DEVICE, Ranks
 from dit_repro.training.state import TrainState
 
 FORMAT = "dit-repro capture 1"
 PRECISIONS = ("fp64", "fp32", "tf32", "bf16", "fp16")
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def draw(config: TrainConfig, num_images: int, step: int, retry: int = 0) -> dict[str, Tensor]:
@@ -121,7 +120,7 @@ def capture_state(state: TrainState, config: TrainConfig, store: LatentStore, pa
     else:
         batch |= {"images": images, "moments": _encode(autoencoder, images, stages)}
     details = {"scalars": scalars, "scale_factor": scale_factor, "num_images": len(store), "torch": torch.__version__,
-               "device": str(DEVICE), "moments_dtype": store.manifest["dtype"] if images is None else "float32"}
+               "device": DEVICE, "moments_dtype": store.manifest["dtype"] if images is None else "float32"}
     batch["torch_rng_state"] = torch.get_rng_state()   # no part of DiT draws from it; another model's might
     record = take_step(config, _restored(config, before, scalars), _tensors_of(batch), scale_factor, stages)
     capture = Capture(config, step, details, before, batch, record)
@@ -136,7 +135,7 @@ def state_before(run: RunFolder, step: int) -> tuple[TrainState, LatentStore]:
     if not 1 <= step <= config.num_steps:
         raise ValueError(f"step {step}: expected 1 to {config.num_steps}, the steps of {run.path}")
     store = open_latents(config, 1)
-    state = TrainState(config, Ranks(0, 1, DEVICE))
+    state = TrainState(config, Ranks(0, 1, torch.device(DEVICE)))
     if earlier := [saved for saved in run.checkpoints() if saved < step]:
         state.load(*read_checkpoint(checkpoint_path(run.checkpoint_folder, "step", earlier[-1])))
     skipped = {event["step"] for event in run.events() if event["event"] == "skipped_step"}
@@ -171,7 +170,7 @@ def take_again(capture: Capture, precision: str | None = None, overrides: Iterab
 
 
 def _restored(config: TrainConfig, tensors: dict, scalars: dict, wide: bool = False) -> TrainState:
-    state = TrainState(config, Ranks(0, 1, DEVICE))
+    state = TrainState(config, Ranks(0, 1, torch.device(DEVICE)))
     if wide:
         state.model.double()
         state.ema.tensors = {name: tensor.double() for name, tensor in state.ema.tensors.items()}

@@ -3,9 +3,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dit_repro.diffusion import NoiseSchedule, loss_of_unit_gaussian
+from dit_repro.diffusion import loss_of_unit_gaussian
 from dit_repro.training import RunFolder, TrainConfig
-from dit_repro.training.batches import NUM_TIMESTEPS
 
 WINDOWS_BEFORE = 20   # windows behind "usual", as the monitor counts
 ERRORS = 6            # standard errors above usual that a window of a healthy run does not reach
@@ -20,7 +19,7 @@ def baselines(config: TrainConfig):
     """
     import pandas
     zero = 1 + config.objective.noise_offset ** 2
-    unit = loss_of_unit_gaussian(getattr(NoiseSchedule, config.schedule)(NUM_TIMESTEPS))   # (T,)
+    unit = loss_of_unit_gaussian(config.noise_schedule())   # (T,)
     rows = {"mse": unit.mean(), **{f"mse_quarter_{i + 1}": part.mean() for i, part in enumerate(unit.chunk(4))}}
     return pandas.DataFrame({"zero predictor": zero, "knows only the variance": {k: float(v) for k, v in rows.items()}})
 

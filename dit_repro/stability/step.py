@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from dit_repro.diffusion import Losses, NoiseSchedule, training_losses
-from dit_repro.training.batches import NUM_TIMESTEPS
 from dit_repro.training.precision import autocast, matmul_precision
 from dit_repro.training.state import TrainState
 
@@ -169,7 +168,7 @@ def take_step(config, state: TrainState, batch: dict[str, Tensor], scale_factor:
     weights = list(state.trained.values())
     device, dtype = weights[0].device, weights[0].dtype
     batch = {name: tensor.to(device, dtype if tensor.is_floating_point() else None) for name, tensor in batch.items()}
-    schedule = getattr(NoiseSchedule, config.schedule)(NUM_TIMESTEPS)
+    schedule = config.noise_schedule()
     t = batch["t"]
     moments = keep("moments", batch["moments"])
     x0 = keep("latents", stages.latents(moments, batch["latent_noise"], scale_factor))

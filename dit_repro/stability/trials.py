@@ -1,13 +1,11 @@
 """Short trainings that differ in one thing only: the same start, the same draws, a line for each step."""
 import hashlib
 import json
-import multiprocessing
-import os
 import statistics
 import sys
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +13,18 @@ import pandas as pd
 import torch
 from torch import Tensor, nn
 
-from dit_repro.diffusion import NoiseSchedule, training_losses
+from dit_repro.diffusion import training_losses
 from dit_repro.files import atomic_write, sha256
-from dit_repro.progress import progress
 from dit_repro.training import TrainConfig
-from dit_repro.training.batches import NUM_TIMESTEPS, draw_batch, latents_digest, open_latents
+from dit_repro.training.batches import draw_batch, latents_digest, open_latents
 from dit_repro.training.checkpoints import read_checkpoint
+from dit_repro.training.config import NUM_TIMESTEPS
 from dit_repro.training.monitor import Monitor
-from dit_repro.training.parallel import Ranks
+from dit_repro.training.parallel import DEVICE, Ranks
 from dit_repro.training.precision import autocast
 from dit_repro.training.state import TrainState
+from dit_repro.workers import run_each
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CODE = [sys.modules[name].__file__ for name in (      # what makes a trial's numbers: corrected, it is trained again
     __name__, "dit_repro.models.dit", "dit_repro.diffusion.objectives", "dit_repro.diffusion.schedule",
     "dit_repro.training.batches")]
@@ -54,8 +52,18 @@ class Trial:
         """What the trial is found by: its settings, the bytes it starts from, the latents' checksums, and the code."""
         latents = latents_digest(open_latents(self.config, 1))
         named = asdict(replace(self, config=replace(self.config, latents=latents), start=None))
-        found = {**named, "start": sha256(self.start) if self.start else None, "code": [*map(sha256, CODE)]}
+        found = {**named, "start": _hash(self.start) if self.start else None, "code": [*map(_hash, CODE)]}
         return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _hash(path: str) -> str:
+    return _once(sha256, path, Path(path).stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)   # many trials begin with the same file
+def _once(read: Callable, path: str, changed: int):
+    """`read(path)`, which is not read again before it is `changed`, a time."""
+    return read(Path(path))
 
 
 def run_trials(trials: Sequence[Trial], folder: str | Path, processes: int | None = None) -> list[pd.DataFrame]:
@@ -66,26 +74,13 @@ def run_trials(trials: Sequence[Trial], folder: str | Path, processes: int | Non
     folder = Path(folder)
     paths = [folder / f"{trial.address()}.csv" for trial in trials]
     missing = {path: trial for path, trial in zip(paths, trials) if not path.is_file()}
-    processes = processes or (1 if DEVICE.type == "cuda" else len(os.sched_getaffinity(0)))
-    if missing and min(processes, len(missing)) == 1:
-        for path, trial in progress(missing.items(), desc="trials", unit="trial"):
-            _keep(path, trial)
-    elif missing:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(min(processes, len(missing)), context) as pool:
-            running = [pool.submit(_keep, path, trial) for path, trial in missing.items()]
-            for done in progress(as_completed(running), total=len(running), desc="trials", unit="trial"):
-                done.result()
+    run_each(_keep, missing.items(), "trials", "trial", processes)
     return [pd.read_csv(path) for path in paths]
 
 
-def _keep(path: Path, trial: Trial) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)   # also alone, so that the numbers do not depend on the company
-    try:
-        lines = run_trial(trial)
-    finally:
-        torch.set_num_threads(threads)
+def _keep(missing: tuple[Path, Trial]) -> None:
+    path, trial = missing
+    lines = run_trial(trial)
     with atomic_write(path) as file:
         lines.to_csv(file, index=False)
 
@@ -94,27 +89,30 @@ def run_trial(trial: Trial) -> pd.DataFrame:
     """One row a step: step, mse and its standard error, grad_norm before clipping, update_norm, skipped, and every
     PROBE_EVERY steps what `probe` finds. Ends early at a loss that is not finite."""
     config, store = trial.config, open_latents(trial.config, 1)
-    state = TrainState(config, Ranks(0, 1, DEVICE))
+    state = TrainState(config, Ranks(0, 1, torch.device(DEVICE)))
     if trial.start:
-        state.load(*read_checkpoint(Path(trial.start)))
+        state.load(*_once(read_checkpoint, trial.start, Path(trial.start).stat().st_mtime_ns))   # copies all of it
     if trial.qk_norm:
         for block in state.model.blocks:
             block.attn.q_norm = block.attn.k_norm = nn.LayerNorm(block.attn.head_dim, elementwise_affine=False)
-    schedule = getattr(NoiseSchedule, config.schedule)(NUM_TIMESTEPS)
+    schedule = config.noise_schedule()
     group, weights = state.optimizer.param_groups[0], [*state.trained.values()]
     group["eps"] = trial.epsilon
+    values = [weight.detach() for weight in weights]
+    before = [*map(torch.empty_like, values)]
     rows, norms = [], []
 
     def predict(*inputs):
-        with autocast(config.precision, DEVICE):
+        with autocast(config.precision, state.ranks.device):
             return state.model(*inputs)
 
     for number in range(1, config.num_steps + 1):
         group["lr"] = config.learning_rate * min(1, number / trial.warmup_steps if trial.warmup_steps else 1)
-        batch = draw_batch(config, store, state.step + number).map(lambda tensor: tensor.to(DEVICE))
+        batch = draw_batch(config, store, state.step + number, retry=state.retry).map(lambda tensor: tensor.to(DEVICE))
         faulty = number == trial.fault_step
         x0 = batch.x0 * trial.latent_scale if faulty else batch.x0
-        losses = training_losses(predict, x0, batch.t, batch.y, schedule, config.objective, noise=batch.noise)
+        losses = training_losses(predict, x0, batch.t, batch.y, schedule, config.objective, noise=batch.noise,
+                                 input_noise=batch.input_noise)
         losses.total.mean().backward()
         gradients = [weight.grad for weight in weights]
         if faulty:
@@ -125,17 +123,17 @@ def run_trial(trial: Trial) -> pd.DataFrame:
         row["skipped"] = bool(trial.skip_ratio and len(norms) >= 5
                               and not row["grad_norm"] <= trial.skip_ratio * statistics.median(norms))
         if number % PROBE_EVERY == 1:
-            x_t = schedule.add_noise(x0, batch.t, batch.noise)
+            x_t = schedule.add_noise(x0, batch.t, batch.input_noise)
             row |= probe(state.model, x_t[:PROBE_IMAGES], batch.t[:PROBE_IMAGES], batch.y[:PROBE_IMAGES])
-        before = [weight.detach().clone() for weight in weights]
+        torch._foreach_copy_(before, values)
         if not row["skipped"]:
             if config.clip_norm:
                 torch.nn.utils.clip_grads_with_norm_(weights, config.clip_norm, norm)
             state.optimizer.step()
             norms = [*norms[-99:], row["grad_norm"]]
         state.optimizer.zero_grad()
-        change = torch._foreach_norm(torch._foreach_sub([weight.detach() for weight in weights], before))
-        rows.append({**row, "update_norm": float(torch.stack(change).norm())})
+        torch._foreach_sub_(before, values)
+        rows.append({**row, "update_norm": float(torch.stack(torch._foreach_norm(before)).norm())})
         if not losses.total.isfinite().all():
             break
     return pd.DataFrame(rows)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from dit_repro.diffusion import NoiseSchedule
 from dit_repro.evaluation import Features
 from dit_repro.stability import behavior, check_behavior
 
@@ -26,7 +27,8 @@ def say(monkeypatch):
         monkeypatch.setattr(behavior.LatentStore, "open", lambda path: store)
         monkeypatch.setattr(behavior, "load_autoencoder", lambda *_: SimpleNamespace(decode=lambda latents: latents))
         monkeypatch.setattr(behavior, "sample", lambda model, labels, *_, **__: features(labels, real, draw))
-        config = SimpleNamespace(latents="", num_classes=classes, schedule="linear", label_dropout=0.1)
+        config = SimpleNamespace(latents="", num_classes=classes, noise_schedule=NoiseSchedule.linear,
+                                 label_dropout=0.1)
         run = SimpleNamespace(config=lambda: config, load_model=lambda: torch.nn.Identity())
         return " ".join(check_behavior(run, lambda x: Features(x, x, x), samples))
 

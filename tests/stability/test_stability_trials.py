@@ -10,6 +10,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from tiny_training import tiny_config, write_store
 
+from dit_repro.diffusion import Objective
 from dit_repro.stability.trials import (
     Trial,
     alarms,
@@ -22,7 +23,7 @@ from dit_repro.stability.trials import (
     run_trials,
 )
 from dit_repro.training import RunFolder, Trainer
-from dit_repro.training.checkpoints import checkpoint_path
+from dit_repro.training.checkpoints import checkpoint_path, read_checkpoint, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,23 @@ def test_a_trial_from_a_checkpoint_takes_the_steps_that_the_trainer_took(trained
     assert lines.step.tolist() == [9, 10, 11, 12]
     for name in ("mse", "grad_norm", "update_norm"):
         assert np.allclose(lines[name], after[name], rtol=1e-4), name
+
+
+def test_a_trial_has_the_input_noise_and_after_a_roll_back_the_new_draws_of_the_trainer(tmp_path):
+    config = tiny_config(write_store(tmp_path / "latents"), log_every=1, keep_last=3,
+                         objective=Objective(input_perturbation=0.5))
+    folder = RunFolder(tmp_path / "run")
+    Trainer(config, folder.path).run()
+    start, last = (checkpoint_path(folder.checkpoint_folder, "step", step) for step in (8, 12))
+    trial = Trial(replace(config, num_steps=4), str(start))
+    first = run_trial(trial).mse
+    assert np.allclose(first, folder.metrics().query("step > 8").mse, rtol=1e-4)
+    tensors, scalars = read_checkpoint(start)
+    write_checkpoint(start, tensors, {**scalars, "retry": 1})
+    last.unlink()
+    Trainer(config, folder.path).run()
+    again = run_trial(trial).mse
+    assert np.allclose(again, folder.metrics().query("step > 8").mse, rtol=1e-4) and not np.allclose(first, again)
 
 
 def test_a_fault_changes_its_own_step_and_no_draw(trained):
