@@ -99,7 +99,8 @@ figure, axes = plt.subplots(figsize=(7, 2.8))
 order = np.argsort(by_class)
 axes.plot(np.array(by_class)[order], [held_out.class_names[held_out.labels[chosen[i]]] for i in order], "o")
 axes.set(xlabel="PSNR without the border, dB")
-run.figure(figure, name="psnr-by-class", caption="What is lost depends on the class: prints and buckles cost, plain outlines do not.")
+run.figure(figure, name="psnr-by-class", caption="What is lost depends on the class: prints and buckles cost, plain outlines do not.",
+           alt=f"One point a class, sorted: PSNR of the decoded image from {min(by_class):.1f} to {max(by_class):.1f} dB.")
 
 # %% [markdown]
 # ## Pre-encoding
@@ -178,7 +179,8 @@ for factor, label in ((store.scale_factor, "scaled"), (1.0, "not scaled"), (0.18
 axes.set(xlabel="timestep", ylabel="signal-to-noise ratio", ylim=(1e-5, 1e4))
 axes.legend()
 run.figure(figure, name="snr-by-scale", caption="A wrong scale moves the whole schedule: the network meets noise levels "
-           "at other timesteps than the paper's, and ends at another one.")
+           "at other timesteps than the paper's, and ends at another one.",
+           alt="Signal-to-noise ratio against the timestep, logarithmic: three curves of one shape, one above the other, a factor each.")
 
 # %% tags=["hide-input"]
 run.say("""Raw latents have a standard deviation of {raw_std:.3f}; times the store's factor {scale_factor:.4f} it is **{latent_std:.3f}**. The largest value in the sample is {largest_scaled:.1f}: chapter 6 will need to know where the data end.""")
@@ -241,7 +243,7 @@ def memory_growth(frozen: bool, grad: bool) -> list[float]:
     began, growth, kept = memory_in_use(), [], []
     with torch.set_grad_enabled(grad):
         for _ in range(settings.latents.leak_batches):
-            latents = torch.randn(64, *store.latent_shape, device=DEVICE)
+            latents = torch.randn(settings.latents.leak_batch_size, *store.latent_shape, device=DEVICE)
             kept.append(vae.model.decode(latents).sample.cpu())
             growth.append((memory_in_use() - began) / 2**20)
     vae.model.requires_grad_(False)
@@ -255,10 +257,12 @@ curves = {"not frozen, no_grad": memory_growth(False, False), "frozen, gradients
 figure, axes = plt.subplots(figsize=(7, 3))
 for label, growth in curves.items():
     axes.plot(np.arange(1, len(growth) + 1), growth, marker="o", label=label)
-axes.set(xlabel="batches of 64 decoded", ylabel="memory above the start, MB")
+axes.set(xlabel=f"batches of {settings.latents.leak_batch_size} decoded", ylabel="memory above the start, MB")
 axes.legend()
 run.figure(figure, name="leak", caption="Resident memory while decoded batches are kept. With gradients on and weights "
-           "not frozen every batch keeps its activations.")
+           "not frozen every batch keeps its activations.",
+           alt="Memory against batches, a line a setting. Megabytes after the last batch: "
+           + ", ".join(f"{label} {growth[-1]:.0f}" for label, growth in curves.items()) + ".")
 slope = {label: round(np.polyfit(np.arange(len(growth)), growth, 1)[0], 1) + 0.0 for label, growth in curves.items()}  # no -0.0
 run.record("leak_megabytes_per_batch", slope["not frozen, gradients on"])
 run.record("frozen_megabytes_per_batch", slope["frozen, gradients on"])

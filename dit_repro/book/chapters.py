@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 PROFILES = ("smoke", "laptop", "gpu", "paper")    # in order of cost; a claim that needs one is met by a later one
+REHEARSAL = "rehearsal"                           # decides no claim: it may be run on stand-ins
 DATA_PARAMETERS = ("data", "autoencoder")          # where a profile's inputs lie on this machine
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict}
 
@@ -137,8 +138,8 @@ def cast_parameters(selected: list[Chapter], profile: str, pairs=(), everything=
     A parameter goes to the chapters that declare it. Raises ValueError for an unknown profile, a parameter that no
     selected chapter declares (naming those of `everything` that do), or a value of another type.
     """
-    if profile not in PROFILES:
-        raise ValueError(f"unknown profile {profile!r}; the profiles are {', '.join(PROFILES)}")
+    if profile not in (names := (*PROFILES, REHEARSAL)):
+        raise ValueError(f"unknown profile {profile!r}; the profiles are {', '.join(names)}")
     values = {chapter.name: {"profile": profile} for chapter in selected}
     valid = sorted({name for chapter in selected for name in chapter.parameters} - {"profile"})
     for pair in pairs:

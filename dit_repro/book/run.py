@@ -14,7 +14,8 @@ from dit_repro.book import provenance
 from dit_repro.book.chapters import DATA_PARAMETERS, Chapter, cast_parameters, chapters, select_chapters
 from dit_repro.files import write_json
 
-CELL_SECONDS = {"smoke": 300, "laptop": 1800, "gpu": 3600, "paper": None}    # time limit of one cell; None is no limit
+# Time limit of one cell; None is no limit.
+CELL_SECONDS = {"smoke": 300, "rehearsal": 1800, "laptop": 1800, "gpu": 3600, "paper": None}
 
 
 def run_book(root: Path, wanted=(), profile: str = "laptop", overrides=(), timeout: int | None = None,

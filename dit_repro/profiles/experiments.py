@@ -8,6 +8,7 @@ class Latents:
     probe_images: int = 4_000           # held-out images for PSNR, accuracy and statistics
     timing_batch: int = 512             # images in one timed call
     leak_batches: int = 12              # decoded batches kept; their graphs take about 136 MB each at laptop
+    leak_batch_size: int = 64
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Construction:
     batch_size: int = 64
     seeds: int = 3                      # correct runs; their spread is the yardstick
     loss_images: int = 256              # held-out images behind a loss
+    processes: int | None = None        # models at once; None: one a core
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,16 @@ class Divergence:
     """Chapter 5: where training breaks, and what keeps it from breaking."""
     map_model: str = "DiT-deep/2"
     map_rates: tuple = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
-    map_steps: int = 120
+    map_steps: int = 100
     map_batch_size: int = 32
-    long_steps: int = 300               # of the search for a run that breaks by itself, late
+    long_steps: int = 240               # of the search for a run that breaks by itself, late
     long_rates: tuple = (1e-2, 3e-2)
     clip_norm: float = 1.0              # the post's
     low_clip_norm: float = 0.1
-    trial_steps: int = 40               # from one checkpoint, for each setting with and without the fault
+    trial_steps: int = 26               # from one checkpoint, for each setting with and without the fault
     trial_batch_size: int = 32
     trial_seeds: int = 3                # of the draws
-    fault_step: int = 8                 # of a trial
+    fault_step: int = 6                 # of a trial
     gradient_scale: float = 1_000.0     # of the one gradient that is the fault
     break_factor: float = 5.0           # on the learning rate, of the run that is broken for good
     break_steps: int = 60
@@ -70,14 +72,18 @@ class Divergence:
     steps: str = "10"                   # sampling steps of the post-mortem
     per_class: int = 4
     processes: int | None = None        # trials at once; None: one a core
-    gpus: int = 0                       # of the run at full size; 0: it is not made
+    gpus: int = 0                       # of the runs at full size, which take these numbers; 0: they are not made
+    full_model: str = "DiT-XL/2"
+    full_steps: int = 400_000
+    full_batch_size: int = 256
+    full_checkpoint_every: int = 1_000  # every tenth is archived
 
 
 @dataclass(frozen=True)
 class Sweeps:
     """Chapter 6: a run in the post's first recipe, and everything that is sampled from it."""
-    num_steps: int = 600                # of that run
-    perturbed_from: int = 500           # its step from which another run goes on with input perturbation
+    num_steps: int = 300                # of that run
+    perturbed_from: int = 200           # its step from which another run goes on with input perturbation
     input_perturbation: float = 0.1     # the usual value
     processes: int = 1                  # of a run; 0: in the notebook's own
     steps: str = "10"                   # evenly spaced sampling steps ...
@@ -90,7 +96,7 @@ class Sweeps:
     scale: float = 4.0                  # guidance of the comparison of fixes; the one that rescued the post's tiger
     seeds: int = 6                      # of each class in the table of seeds; the post's
     scale_seeds: int = 3                # of each class at each scale
-    per_class: int = 50                 # images of each class behind a fix
+    per_class: int = 30                 # images of each class behind a fix
     few_per_class: int = 3              # the same in the table of causes
     some_per_class: int = 10            # the same for the interval and for mismatched schedules
     trace_steps: tuple = ("10", "50", "250", "1000")
@@ -120,22 +126,24 @@ class Scores:
 @dataclass(frozen=True)
 class Recipe:
     """Chapter 8: six recipes, trained side by side."""
-    num_steps: int = 120
+    num_steps: int = 100
     batch_size: int = 64
     seeds: int = 3
     log_every: int = 10
-    checkpoint_every: int = 120
-    processes: int = 0                  # of a run; 0: in the notebook's own
-    steps: str = "25"                   # sampling steps
+    checkpoint_every: int = 100
+    processes: int | None = None        # of a run; 0: in the notebook's own; None: several runs at once, a core each
+    steps: str = "15"                   # sampling steps
     per_class: int = 10                 # guided samples of each class from each run
-    loss_images: int = 256              # held-out images behind a loss at a noise level
+    loss_images: int = 160              # held-out images behind a loss at a noise level
     detector_images: int = 2_000        # real images behind the collapse detector's thresholds
     reference_images: int = 2_000       # real images behind a distance
     bound_steps: int = 50               # of the shortened chain whose bound is taken apart
     bound_images: int = 64
     variance_steps: tuple = (8, 25, 100)
-    variance_images: int = 200          # samples behind each distance of the table of variances
+    variance_images: int = 120          # samples behind each distance of the table of variances
     fid: bool = False                   # score as the paper does; needs ImageNet and Inception's weights
+    fid_images: tuple = (50_000, 10_000)    # the paper's, and the post's
+    flagship: str = "DiT-XL/2"          # what is scored beside the profile's own model
 
 
 @dataclass(frozen=True)
@@ -149,7 +157,7 @@ class Backbones:
     ema_decay: float = 0.95
     seeds: int = 3                      # of the DiT, the U-Net, and the DiT with min-SNR weights
     variant_seeds: int = 2              # of the U-Net without skips and of that with adaptive group norm
-    processes: int = 0                  # of a run; 0: in the notebook's own
+    processes: int | None = None        # of a run; 0: in the notebook's own; None: several runs at once, a core each
     timing_steps: int = 6               # of each network, in turn
     loss_images: int = 200              # held-out images behind a loss by timestep
     reference_images: int = 4_000       # real images behind a distance
@@ -165,17 +173,24 @@ class Backbones:
 
 @dataclass(frozen=True)
 class Folklore:
-    """Chapter 10: a small experiment a claim. Runs and samples are chapter 8's unless a number here says otherwise."""
+    """Chapter 10: a small experiment a claim, each of which goes on from the end of chapter 3's run."""
     seeds: int = 3
-    num_steps: int = 100                # of the runs on duplicates, and of the continuations
+    rate: float = 1e-3                  # learning rate of what goes on
+    num_steps: int = 60                 # with and without a noise offset, and on duplicates
     batch_size: int = 32                # of the same
     noise_offset: float = 0.1           # the usual value
-    batch_1_steps: int = 300
-    batch_1_rate: float = 3e-4          # a batch of one cannot bear a larger one
-    loss_batches: int = 40              # batches behind the spread of the loss
+    small_steps: int = 100              # in batches of one and of four
+    small_rate: float = 3e-4            # a batch of one cannot bear a larger one
+    seed_steps: int = 30                # with the seed reset and carried over; batches as large as chapter 3's
+    copy_steps: int = 300               # on the small set
     copy_per_class: int = 8             # images of the small set; the blog had 80 in all
-    copy_steps: int = 400
     unique_images: int = 350            # to which duplicates are added until they are 30%
+    loss_batches: int = 40              # batches behind the spread of the loss
+    loss_images: int = 256              # held-out images behind a loss with and without labels
+    real_images: int = 2_000            # behind distances, and behind the detectors' thresholds
+    steps: str = "10"                   # sampling steps
+    per_class: int = 10                 # guided samples of each class from each model
+    processes: int | None = None        # 0: one after another in the notebook's own; None: a run a core
 
 
 @dataclass(frozen=True)
