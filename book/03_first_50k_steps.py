@@ -177,7 +177,8 @@ Filmstrip([mosaic((step, False)) for step in shown], [f"step {step}" for step in
 # %%
 over_time = torch.stack([drawn[step, False][0].unflatten(0, (len(names), -1))[:, 0] for step in shown], 1)
 run.figure(sample_grid(over_time, names, [f"step {step}" for step in shown]), name="samples-over-time", export=True,
-           caption="One seed of every class through the run. The loss curve of the same steps is above.")
+           caption="One seed of every class through the run. The loss curve of the same steps is above.",
+           alt="Grid of samples, a row a class and a column a step, so that each row shows one picture being learned.")
 
 # %% [markdown]
 # ## A number that does not go flat
@@ -215,7 +216,10 @@ panels[0].set(xlabel="step", ylabel="samples in their class, %", ylim=(0, 101))
 panels[1].set(xlabel="step", ylabel="Fréchet distance (small classifier)")
 panels[0].legend()
 run.figure(figure, name="quality", export=True, caption="Guided samples judged by the small classifier: share in the class asked for, "
-           "with 95% intervals, and Fréchet distance to held-out images. Neither is flat where the loss is.")
+           "with 95% intervals, and Fréchet distance to held-out images. Neither is flat where the loss is.",
+           alt="Two line plots against the step, raw weights and moving average in each. Left: share in their class, between "
+           f"{scores.share.min():.0%} and {scores.share.max():.0%}. Right, on a logarithmic scale: Fréchet distance, between "
+           f"{scores.distance.max():.1f} and {scores.distance.min():.1f}.")
 
 # %%
 raw = scores[~scores.ema].set_index("step")

@@ -106,10 +106,19 @@ run.say("""Real latents stay within ±{data_limit:.2f}. The detector calls {fals
 cosine_chain = dense_start(cosine, plan.steps, plan.dense)
 shared = {"folder": workspace() / "sweeps", "decode": vae.decode, "detector": detector, "batch_size": plan.batch_size}
 plain = {"model": cosine_trained, "schedule": cosine_chain, "steps": cosine_chain.num_steps}
-by_seed = sweep(["class"], {(name,): {"labels": label} for label, name in enumerate(names)}, **plain, **shared,
-                seeds=range(seed, seed + plan.seeds))
+
+
+def each_class(count):
+    """Labels, seeds and names of samples that have the same `count` seeds in each class."""
+    return {"labels": torch.arange(len(names)).repeat_interleave(count), "class_names": names,
+            "seeds": [*range(seed, seed + count)] * len(names)}
+
+
+by_seed = sweep(["guidance"], {("none",): {}}, **plain, **shared, **each_class(plan.seeds))
 run.figure(sample_grid(*by_seed.grid("class", "seed"), size=48), name="seeds", export=True,
-           caption=f"The post's first recipe after {end:,} steps, no guidance. Rows are classes, columns are seeds.")
+           caption=f"The post's first recipe after {end:,} steps, no guidance. Rows are classes, columns are seeds.",
+           alt="Grid of samples. Collapsed ones, flat or blotched, lie scattered over rows and columns: "
+           f"{int(by_seed.rows.collapsed.sum())} of {len(by_seed.rows)}.")
 
 
 # %%
@@ -133,9 +142,8 @@ as_the_post(by_seed.rows, "class", "seed").loc[list(names)]
 run.say("""A cross marks a collapsed sample; the number is its mean pixel, as in the post. {collapse_rate_unguided:.0%} of these samples collapsed, {class_rate_lowest:.0%} of the class that fared best and {class_rate_highest:.0%} of the one that fared worst. In {classes_where_seed_decides:.0%} of the classes some seeds fail and some do not, with the same weights and the same label. The largest latent among them is {largest_latent:,.0f}, where the data end at {data_limit:.1f}. The mean pixel is the post's own gauge, made for samples that come out black; a cross does not need that color.""")
 
 # %%
-by_scale = sweep(["class", "scale"], {(name, scale): {"labels": label, "guidance": Guidance(scale)}
-                                      for label, name in enumerate(names) for scale in plan.scales},
-                 **plain, **shared, seeds=range(seed, seed + plan.scale_seeds))
+by_scale = sweep(["scale"], {(scale,): {"guidance": Guidance(scale)} for scale in plan.scales}, **plain, **shared,
+                 **each_class(plan.scale_seeds))
 scale_rates = by_scale.rates("class", "scale").rate.unstack()  # (class, scale)
 run.record("guidance_scales_safe_for_all_classes", int((scale_rates == 0).all().sum()))
 run.record("classes_rescued_by_guidance", int((scale_rates.iloc[:, 1:].min(axis=1) < scale_rates.iloc[:, 0]).sum()))
@@ -148,8 +156,8 @@ if goldfish in names:  # the post's class; only ImageNet has it
     at_2 = by_scale.rates("class", "scale").loc[(goldfish, 2.0)]
     run.record("goldfish_mean_pixel_scale_2", at_2.mean_pixel, seeds=plan.scale_seeds)
 if tiger:
-    tigers = sweep(["seed"], {(s,): {"labels": train_store.class_names.index(tiger), "seeds": [s]} for s in range(64)},
-                   **plain, **shared)
+    tigers = sweep(["guidance"], {("none",): {}}, **plain, **shared, labels=train_store.class_names.index(tiger),
+                   seeds=range(64))
     run.record("tiger_collapse_rate", tigers.rows.collapsed.mean(), seeds=64)
 as_the_post(by_scale.rows, "scale", "class")[list(names)]
 
@@ -198,7 +206,10 @@ for axes, steps in zip(panels, ("1000", "25")):
 panels[0].set(ylabel="gain of an error in ε")
 panels[0].legend()
 run.figure(figure, name="gain", export=True, caption="What an error of one in the predicted noise adds to the next state, by the "
-           "schedule alone. The chain runs from right to left. The cosine schedule's first step stands at the right edge.")
+           "schedule alone. The chain runs from right to left. The cosine schedule's first step stands at the right edge.",
+           alt="Two panels, 1,000 and 25 steps: gain on a logarithmic scale against the timestep for both schedules. At the last timestep "
+           "the linear one ends at {first_gain_linear_1000:.2f} and {first_gain_linear_25:.2f}, the cosine at {first_gain_cosine_1000:.1f} "
+           "and {first_gain_cosine_25:,.0f}.")
 
 # %%
 from dit_repro.sampling import sample_states, trace
@@ -240,7 +251,9 @@ for axes, chosen, title in zip(panels, (~failed, failed), ("stay", "leave")):
 panels[0].set(ylabel="|predicted x₀|")
 panels[0].legend()
 run.figure(figure, name="trajectories", export=True, caption="Predicted x₀ along the chain, each line an image. Dashed: the largest "
-           "value in real data. The first prediction is far outside in both; the question is whether it comes back.")
+           "value in real data. The first prediction is far outside in both; the question is whether it comes back.",
+           alt=f"Two panels on one logarithmic scale, largest and median value of the predicted image against the sampling step: {(~failed).sum()} "
+           f"images that end near the data, and {failed.sum()} whose largest value ends above twice the dashed line.")
 run.record("failed_share", failed.mean(), seeds=len(failed))
 left = followed.exits[failed]
 run.record("exits_in_first_steps", float((left["input"] >= 990).mean()) if failed.any() else 1.0,
@@ -339,7 +352,8 @@ many = torch.arange(len(names)).repeat(plan.per_class)
 mended = sweep(["remedy"], {(name,): plain | changes for name, changes in fixes.items()}, **shared, labels=many,
                seeds=range(seed, seed + len(many)))
 run.figure(sample_grid(mended.images.unflatten(0, (len(fixes), -1))[:, : len(names)], list(fixes), names, size=32),
-           name="remedies", export=True, caption="The first sample of each class under each remedy, same seeds in every row.")
+           name="remedies", export=True, caption="The first sample of each class under each remedy, same seeds in every row.",
+           alt="Grid of samples, a row a remedy and a column a class. Collapsed samples are flat or blotched, the others show clothes.")
 
 # %%
 from dit_repro.evaluation import FeatureStatistics, frechet_distance
@@ -367,6 +381,7 @@ table.drop(columns="mean_pixel").style.format({
 from dit_repro.sampling import difference_interval
 
 none, total = table.loc["none"], len(many)
+run.record("perturbed_share", 1 - plan.perturbed_from / end)
 run.record("collapse_rate_plain", none.rate, interval=(none.low, none.high), seeds=total)
 for name, row in (("guided", f"guidance {plan.scale:g}"), ("scaled", "epsilon scaling"), ("perturbed", "input perturbation"),
                   ("clamped", "clamp"), ("thresholded", "dynamic threshold"), ("skipped", "last timestep skipped"),
@@ -386,7 +401,8 @@ figure, axes = plt.subplots(figsize=(7, 3.4))
 axes.barh(position, 100 * table.rate, xerr=100 * np.maximum(0, [table.rate - table.low, table.high - table.rate]), capsize=2)
 axes.set(yticks=position, yticklabels=table.index, xlabel="collapsed, %", xlim=(0, 102))
 axes.invert_yaxis()
-run.figure(figure, name="remedy-rates", export=True, caption=f"Collapsed samples of {total} under each remedy, with 95% intervals.")
+run.figure(figure, name="remedy-rates", export=True, caption=f"Collapsed samples of {total} under each remedy, with 95% intervals.",
+           alt="Horizontal bars, one a remedy: " + ", ".join(f"{name} {rate:.0%}" for name, rate in table.rate.items()) + ".")
 
 
 # %% tags=["hide-input"]
@@ -402,7 +418,7 @@ run.say("Without a remedy {collapse_rate_plain:.1%} collapse (95% interval {coll
             ("Skipping the last timestep", "skipped"), ("Sampling at the linear noise levels", "linear_levels")))
         + """ Of what they make, the judge puts {in_class_clamped:.1%} (clamp), {in_class_thresholded:.1%} (threshold), {in_class_skipped:.1%} (skipped) and {in_class_linear_levels:.1%} (linear levels) into the class asked for, at Fréchet distances of {distance_clamped:,.1f}, {distance_thresholded:,.1f}, {distance_skipped:,.1f} and {distance_linear_levels:,.1f}. Not collapsed is not yet good: the clamp keeps a bad first guess inside the data, the last two never make it.
 
-The clamp and the threshold cost no evaluations. Input perturbation was trained for the last steps only, a sixth of the run at laptop, and aims at errors that gather along a chain; epsilon scaling does too.""" + (" This failure does not gather." if failed.any() and run["exits_in_first_steps"] > 0.5 else ""))
+The clamp and the threshold cost no evaluations. Input perturbation was trained for the last {perturbed_share:.0%} of the run only, and aims at errors that gather along a chain; epsilon scaling does too.""" + (" This failure does not gather." if failed.any() and run["exits_in_first_steps"] > 0.5 else ""))
 
 # %% [markdown]
 # ## Is there exposure bias as well?

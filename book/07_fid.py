@@ -105,7 +105,9 @@ axes.plot(plan.counts, predicted, "--", color="#6b6b73", label="predicted from t
 axes.set(xscale="log", yscale="log", xlabel="images on each side", ylabel="Fréchet distance, real to real")
 axes.legend()
 run.figure(figure, name="floor", export=True, caption="Disjoint random sets of real images against each other. A perfect "
-           "generator would score this. The dashed line uses no second set: it follows from the eigenvalues of one covariance.")
+           "generator would score this. The dashed line uses no second set: it follows from the eigenvalues of one covariance.",
+           alt=f"Fréchet distance against the number of images, both logarithmic: {floors.mean(1)[0]:.2g} at {plan.counts[0]:,} images and "
+           f"{floors.mean(1)[-1]:.2g} at {plan.counts[-1]:,}, with error bars, beside a dashed prediction.")
 
 # %%
 few, many = plan.counts.index(plan.few), plan.counts.index(plan.many)
@@ -326,7 +328,9 @@ axes.axhspan(*np.quantile(perfect, [0.025, 0.975]), color="#6b6b73", alpha=0.25,
 axes.set(xticks=range(len(archives)), xticklabels=archives, xlim=(-0.5, len(archives) - 0.5), xlabel="step", yscale="log", ylabel="Fréchet distance")
 axes.legend()
 run.figure(figure, name="table", export=True, caption="Checkpoints with 95% intervals, and what as many held-out images score. An interval "
-           "says what other seeds would change, not what another training run would.")
+           "says what other seeds would change, not what another training run would.",
+           alt="Fréchet distance on a logarithmic scale against the step of the checkpoint, raw and averaged weights side by side with "
+           "intervals, above a gray band of what real images score.")
 
 # %%
 best = table.loc[table.distance.idxmin()]
@@ -384,21 +388,17 @@ import subprocess
 import sys
 import tempfile
 
-from dit_repro.cli import main
-
 ranks = max(torch.cuda.device_count(), 1 if profile == "smoke" else 2)
 torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"] if ranks > 1 else []
 with tempfile.TemporaryDirectory() as scratch:
     reference_statistics.save(f"{scratch}/reference.npz")
     command = ["dit_repro", "fid", "run", str(folder.path), "--step", str(steps[-1]), "--count", str(plan.command_images),
                "--steps", settings.sampling.steps, "--seed", str(seed), "--autoencoder", settings.data.autoencoder_name,
-               "--features", "inception" if features.id == "Inception" else "classifier",
+               "--features", "classifier" if settings.data.is_fashion_mnist else "inception",
+               *(["--stand-ins"] if settings.data.stand_ins else []),
                "--reference", f"{scratch}/reference.npz", "--cache", scratch, "--out", f"{scratch}/scores.json"]
-    if ranks == 1:
-        main(command[1:], standalone_mode=False)
-    else:
-        done = subprocess.run([sys.executable, "-m", *torchrun, *command], capture_output=True, text=True)
-        print(done.stdout if done.returncode == 0 else done.stderr[-2000:])
+    done = subprocess.run([sys.executable, "-m", *torchrun, *command], capture_output=True, text=True)
+    print(done.stdout if done.returncode == 0 else done.stderr[-2000:])
     commanded = json.loads(Path(f"{scratch}/scores.json").read_text())
 
 # %%
@@ -447,7 +447,9 @@ low, high = np.floor(np.log10(ratios.min())), np.ceil(np.log10(ratios.max()))
 axes.set(xticks=(ticks := np.arange(low, high + 1)), xticklabels=[f"{10**t:g}" for t in ticks])
 axes.axvline(0, color="#26262b", linewidth=1)
 run.figure(figure, name="sensitivity", export=True, caption="What each planted mistake does to one score. Red: up by more than two "
-           "standard errors, blue: down, gray: not told from noise.")
+           "standard errors, blue: down, gray: not told from noise.",
+           alt="Horizontal bars, one a planted mistake and score, of the score after it over the score before, logarithmic and sorted: "
+           + ", ".join(f"{sum(f.direction == way for f in planted)} {way}" for way in color) + ".")
 
 # %%
 by_fault = {(f.fault, f.score): f for f in findings}

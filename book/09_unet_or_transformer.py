@@ -42,7 +42,7 @@ from dit_repro.evaluation import FeatureStatistics, frechet_distance, standard_e
 from dit_repro.models import count_macs, count_parameters
 from dit_repro.profiles import DEVICE, get_profile
 from dit_repro.sampling import Guidance, sample, wilson_interval
-from dit_repro.training import launch, loss_by_timestep
+from dit_repro.training import launch, launch_each, loss_by_timestep
 from dit_repro.training.batches import draw_batch
 from dit_repro.training.state import build_model
 
@@ -55,7 +55,7 @@ held_out = settings.data.source("test")
 base = settings.training(train_store, num_steps=numbers.num_steps, global_batch_size=numbers.batch_size,
                          log_every=numbers.log_every, checkpoint_every=numbers.checkpoint_every,
                          archive_every=numbers.checkpoint_every, ema_decay=numbers.ema_decay, on_alarm="record",
-                         compile=settings.train.compile and numbers.processes > 0)
+                         compile=settings.train.compile and bool(numbers.processes))
 
 # %% [markdown]
 # ## Equal cost
@@ -187,16 +187,12 @@ run.say("""The largest matrix has {attention_entries_64:,} entries, as the lesso
 # Same latents, same order, same noise, same timesteps for a seed; the paper's recipe at the profile's rate; {cite}`peebles2023scalable` against the design it replaces. The runs are short, so what is compared is the beginning of training. The same cell trains the variants that the next sections need.
 
 # %%
-def train(model: str, seed: int, **changes):
-    config = replace(base, model=model, seed=seed, **changes)
-    return launch(config, settings.run_path("backbones", config), numbers.processes)
-
-
 seeds, few = range(numbers.seeds), range(numbers.variant_seeds)
-runs = {(kind, seed): train(name, seed) for seed in seeds for kind, name in names.items()}
-runs |= {("min-SNR", seed): train(base.model, seed, objective=Objective(min_snr_gamma=5.0)) for seed in seeds}
-runs |= {("no skips", seed): train(f"{numbers.unet}/no-skips", seed) for seed in few}
-runs |= {("adaptive", seed): train(f"{numbers.unet}/adaptive", seed) for seed in few}
+configs = {(kind, seed): replace(base, model=name, seed=seed) for seed in seeds for kind, name in names.items()}
+configs |= {("min-SNR", seed): replace(base, seed=seed, objective=Objective(min_snr_gamma=5.0)) for seed in seeds}
+configs |= {("no skips", seed): replace(base, model=f"{numbers.unet}/no-skips", seed=seed) for seed in few}
+configs |= {("adaptive", seed): replace(base, model=f"{numbers.unet}/adaptive", seed=seed) for seed in few}
+runs = launch_each({key: (config, settings.run_path("backbones", config)) for key, config in configs.items()}, numbers.processes)
 arms = list(dict.fromkeys(kind for kind, _ in runs))
 {"runs": len(runs), "steps": base.num_steps, "images a step": base.global_batch_size, "seeds": numbers.seeds}
 
@@ -286,7 +282,8 @@ columns = [(kind, seed) for kind in ("DiT", "U-Net") for seed in list(seeds)[:2]
 tiles = [drawn[key].unflatten(0, (len(class_names), -1))[:, place] for key in columns for place in range(2)]
 run.figure(sample_grid(torch.stack(tiles, 1), class_names, [kind for kind, _ in columns for _ in range(2)], size=48),
            name="samples", export=True, caption="Guided samples after {steps_trained} steps: two runs of each network, two images of "
-           "each. The two images of a class have the same two seeds everywhere.")
+           "each. The two images of a class have the same two seeds everywhere.",
+           alt="Grid of samples, a row a class; the columns on the left are the DiT's, those on the right the U-Net's.")
 
 # %% tags=["hide-input"]
 ahead = "the DiT is ahead" if run["frechet_dit_over_unet"] < 1 else "the U-Net is ahead"
@@ -719,7 +716,9 @@ for scale, row in sweep.iterrows():
     axes.annotate(f"{scale:g}", (100 * row.agreement, row.distance), (-6, 6), textcoords="offset points", ha="right", fontsize=9)
 axes.set(xlabel="samples in their class, %", ylabel="Fréchet distance (small classifier)" if features_of is judge else "Fréchet distance (Inception)")
 run.figure(figure, name="guidance", export=True, caption="Chapter 3's network, one point a guidance scale (numbers at the points): agreement "
-           "against distance, on the same seeds.")
+           "against distance, on the same seeds.",
+           alt="Line through one point a guidance scale, samples in their class against Fréchet distance: "
+           + ", ".join(f"scale {scale:g}, {row.agreement:.0%} and {row.distance:.2f}" for scale, row in sweep.iterrows()) + ".")
 lowest, highest, best = min(numbers.scales), max(numbers.scales), sweep.distance.astype(float).idxmin()
 run.record("agreement_gain_with_guidance", sweep.agreement[highest] - sweep.agreement[lowest])
 run.record("frechet_highest_over_lowest_guidance", sweep.distance[highest] / sweep.distance[lowest])

@@ -147,7 +147,7 @@ def judge(claim: Claim, results: list[dict]) -> tuple[str, dict | None]:
 
 
 def _is_large_enough(claim: Claim, result: dict) -> bool:
-    return claim.metric in result["metrics"] and PROFILES.index(result["profile"]) >= PROFILES.index(claim.needs)
+    return claim.metric in result["metrics"] and result["profile"] in PROFILES[PROFILES.index(claim.needs):]
 
 
 def _measured(claim: Claim, result: dict | None, results: list[dict]) -> str:
@@ -255,8 +255,9 @@ def _slug(heading: str) -> str:
 
 
 def update(root: Path, check: bool = False) -> list[str]:
-    """Write the scoreboard, the tally of the landing page and the claims tables of the pairs.
+    """Write the scoreboard, the claims tables of the pairs, and what README and landing page quote.
 
+    They quote the tally, and recorded numbers: `<!-- 03.loss_end:.2f -->0.08<!-- / -->` is chapter 3's.
     Returns the files that were out of date; with `check` nothing is written.
     """
     import nbformat
@@ -264,8 +265,10 @@ def update(root: Path, check: bool = False) -> list[str]:
     texts = {root / "book" / "scoreboard.md": scoreboard(root, claims, results)}
     for page in (root / "book" / "index.md", root / "README.md"):
         if page.is_file():
-            texts[page] = re.sub(r"(<!-- tally -->\n).*?(<!-- /tally -->)", rf"\g<1>{tally(claims, results)}\n\g<2>",
-                                 page.read_text(encoding="utf-8"), flags=re.S)
+            text = re.sub(r"(<!-- tally -->\n).*?(<!-- /tally -->)", rf"\g<1>{tally(claims, results)}\n\g<2>",
+                          page.read_text(encoding="utf-8"), flags=re.S)
+            texts[page] = re.sub(r"(<!-- (\d\d)\.(\w+):(\S*) -->).*?(<!-- / -->)", lambda found:
+                                 found[1] + _quoted(*found.groups()[1:4], results) + found[5], text, flags=re.S)
     for chapter in chapters(root):
         if chapter.pair.is_file():
             notebook = nbformat.read(chapter.pair, 4)
@@ -279,6 +282,15 @@ def update(root: Path, check: bool = False) -> list[str]:
         with atomic_write(path) as file:
             file.write(texts[path])
     return [path.relative_to(root).as_posix() for path in changed]
+
+
+def _quoted(number: str, metric: str, spec: str, results: dict[str, list[dict]]) -> str:
+    """A recorded number as a page quotes it, of the smallest profile harvested; ValueError where there is none."""
+    for result in (r for name, found in results.items() if name.startswith(f"{number}_") for r in found):
+        if metric in result["metrics"]:
+            return format(result["metrics"][metric]["value"], spec)
+    raise ValueError(f"a page quotes {number}.{metric}, which no harvested run of chapter {number} recorded: correct "
+                     "the name in README.md or book/index.md, or harvest a run")
 
 
 def refresh_tables(notebook, chapter: str, claims: list[Claim], results: dict[str, list[dict]]) -> None:

@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 
 from dit_repro.book import claims as scores
-from dit_repro.book.chapters import Chapter, chapters
+from dit_repro.book.chapters import REHEARSAL, Chapter, chapters
+from dit_repro.book.headline import compose_headline
 from dit_repro.book.lint import notebook_problems, outputs_hash
 from dit_repro.book.provenance import code_hash, digest, portable, sealed
 from dit_repro.book.run import read_status
@@ -26,6 +27,9 @@ def harvest(root: Path, run: Path, results_only: bool = False) -> list[str]:
         status = read_status(run / chapter.name)
         if status["state"] != "ok":
             raise ValueError(f"{chapter.name} did not run to its end in {run}: {status.get('error', status['state'])}")
+        if status["stamp"]["profile"] == REHEARSAL:
+            raise ValueError(f"{run}: a rehearsal is not published, since its numbers may be those of stand-ins; "
+                             "run the profile that it rehearses, paper")
         if status["stamp"]["code"] != code_hash(chapter.notebook):
             raise ValueError(f"{chapter.name} has changed since {run.name}; run it again before harvesting")
         page = published(chapter, run / chapter.name)
@@ -44,6 +48,7 @@ def publish(root: Path, run: Path, results_only: bool = False) -> None:
                 _write_pair(chapter, published(chapter, run / chapter.name))
                 _publish_figures(root, chapter, run / chapter.name)
             _publish_results(root, chapter, run / chapter.name)
+    compose_headline(root / "figures")
     scores.update(root)
 
 

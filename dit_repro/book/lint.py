@@ -205,6 +205,10 @@ def picture_problems(root: Path) -> list[Problem]:
         picture = root / "figures" / made.get("file", "")
         if made != sealed(made) or not picture.is_file() or sha256(picture) != made["sha256"]:
             problems.append(Problem(f"figures/{note.name}", "it or its picture was changed by hand; harvest again"))
+        for part, made_of in made.get("parts", {}).items():
+            if not (file := note.with_name(f"{part}.json")).is_file() or made_of != json.loads(
+                    file.read_text(encoding="utf-8")).get("sha256"):
+                problems.append(Problem(f"figures/{note.name}", f"shows an old {part}; harvest again"))
     for page in (root / "README.md", root / "book" / "index.md"):
         for link in re.findall(r"\]\(([\w./-]*figures/[\w.-]+)\)", page.read_text("utf-8")) if page.is_file() else ():
             if not (page.parent / link).is_file():

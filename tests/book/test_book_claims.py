@@ -145,6 +145,17 @@ def test_the_scoreboard_shows_value_spread_seeds_profile_device_and_links_to_the
     assert tally(load_claims(good_book), load_results(good_book)).startswith(line)
 
 
+def test_a_page_quotes_recorded_numbers_and_is_out_of_date_with_others(good_book):
+    page = good_book / "README.md"
+    page.write_text("It is <!-- 01.half:.1% -->49%<!-- / -->, not <!-- 01.half:.3f -->\n0.4<!-- / -->.\n")
+    assert update(good_book, check=True) == ["README.md"]
+    update(good_book)
+    assert page.read_text() == "It is <!-- 01.half:.1% -->50.0%<!-- / -->, not <!-- 01.half:.3f -->0.500<!-- / -->.\n"
+    page.write_text("It is <!-- 01.whole:.1% -->49%<!-- / -->.\n")
+    with pytest.raises(ValueError, match=r"a page quotes 01\.whole, which no harvested run of chapter 01 recorded"):
+        update(good_book)
+
+
 def test_numbers_of_a_run_with_another_setting_decide_nothing_and_the_page_says_which(good_book):
     path = good_book / "book" / "_results" / "01_good.smoke.json"
     results = json.loads(path.read_text())
