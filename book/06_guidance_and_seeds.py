@@ -13,7 +13,7 @@
 #
 # **Answer.** One division. The cosine schedule ends where almost nothing of the image is left, and the sampler's first step multiplies the network's error there by a number that follows from the schedule alone; whether that throws a trajectory off the data depends on that error. Remedies that bound the step are set beside remedies aimed elsewhere, and the tables say what each mends.
 #
-# *Claimed in:* the post, "Solid-black samples, guidance scale, and why it isn't collapse"; the lesson, "Why 1,000 training timesteps but 25 at inference". *Time:* smoke 15 s; laptop about 7 min on two cores, half of it training, beside the run of chapter 3; at the paper profile a day on one GPU.
+# *Claimed in:* the post, "Solid-black samples, guidance scale, and why it isn't collapse"; the lesson, "Why 1,000 training timesteps but 25 at inference". *Time:* laptop about 4 min on two cores, half of it training, beside the run of chapter 3; at the paper profile a day on one GPU.
 
 # %% tags=["parameters"]
 profile: str = "laptop"  # smoke, laptop, gpu or paper

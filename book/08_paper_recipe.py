@@ -13,7 +13,7 @@
 #
 # **Answer.** Each part is changed alone here, with the same images in the same order and the same noise, several seeds of each at laptop, and the samples are judged instead of the loss, which cannot be compared across schedules. Then every suspect that the post names, and several that it does not, is either cleared by a test of parity or given the size of its effect.
 #
-# *Claimed in:* the post, "What the paper's recipe actually specifies" and "Retraining with the actual recipe"; the paper, section 4 and table 4. *Time:* smoke 15 s; laptop about 7 min on two cores for eighteen short runs and their samples; at the paper profile days, since every run has 400,000 steps.
+# *Claimed in:* the post, "What the paper's recipe actually specifies" and "Retraining with the actual recipe"; the paper, section 4 and table 4. *Time:* laptop about 5 min on two cores for eighteen short runs and their samples; at the paper profile days, since every run has 400,000 steps.
 
 # %% tags=["parameters"]
 profile: str = "laptop"  # smoke, laptop, gpu or paper
