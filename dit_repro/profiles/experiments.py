@@ -96,7 +96,7 @@ class Sweeps:
     scale: float = 4.0                  # guidance of the comparison of fixes; the one that rescued the post's tiger
     seeds: int = 6                      # of each class in the table of seeds; the post's
     scale_seeds: int = 3                # of each class at each scale
-    per_class: int = 30                 # images of each class behind a fix
+    per_class: int = 50                 # images of each class behind a fix
     few_per_class: int = 3              # the same in the table of causes
     some_per_class: int = 10            # the same for the interval and for mismatched schedules
     trace_steps: tuple = ("10", "50", "250", "1000")
@@ -139,7 +139,7 @@ class Recipe:
     reference_images: int = 2_000       # real images behind a distance
     bound_steps: int = 50               # of the shortened chain whose bound is taken apart
     bound_images: int = 64
-    variance_steps: tuple = (8, 25, 100)
+    variance_steps: tuple = (8, 25, 100, 250)
     variance_images: int = 120          # samples behind each distance of the table of variances
     fid: bool = False                   # score as the paper does; needs ImageNet and Inception's weights
     fid_images: tuple = (50_000, 10_000)    # the paper's, and the post's
