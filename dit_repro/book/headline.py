@@ -4,7 +4,7 @@ from pathlib import Path
 
 from dit_repro.book.figures import INK, _font
 from dit_repro.book.provenance import sealed
-from dit_repro.files import sha256, write_json
+from dit_repro.files import atomic_write, sha256, write_json
 
 # Rows of (figure, title). A row is as wide as the panel, so the wider its figures, the lower it is.
 ROWS = (
@@ -35,8 +35,10 @@ def compose_headline(figures: Path, rows=ROWS) -> Path | None:
     picture, note = figures / made["file"], figures / "headline.json"
     old = json.loads(note.read_text(encoding="utf-8")) if note.is_file() and picture.is_file() else {}
     if any(old.get(key) != value for key, value in made.items()):
-        _panel([[(figures / parts[name]["file"], f"{chapter[name]}  {title}") for name, title in row]
-                for row in rows]).save(picture, quality=QUALITY, optimize=True)
+        panel = _panel([[(figures / parts[name]["file"], f"{chapter[name]}  {title}") for name, title in row]
+                        for row in rows])
+        with atomic_write(picture, "wb") as file:
+            panel.save(file, "JPEG", quality=QUALITY, optimize=True)
         write_json(note, sealed({**made, "sha256": sha256(picture)}))
     return picture
 

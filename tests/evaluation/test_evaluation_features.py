@@ -1,5 +1,4 @@
 import hashlib
-import io
 import json
 import os
 import pickle
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from stand_ins import make_inception
 from torch import nn
 
 from dit_repro.cli import main
@@ -159,21 +159,10 @@ def test_weights_are_read_without_running_what_a_pickle_holds(tmp_path):
 
 
 def test_inception_has_the_three_heads_of_the_adm_evaluator(tmp_path):
-    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-
-    class Unloaded(FeatureExtractorInceptionV3):
-        def load_state_dict(self, state_dict):
-            pass
-
-    nothing = io.BytesIO()
-    torch.save({}, nothing)
-    nothing.seek(0)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        state = Unloaded("random", ["2048"], nothing).state_dict()
-    torch.save(state, tmp_path / "random.pth")
-    digest = hashlib.sha256((tmp_path / "random.pth").read_bytes()).hexdigest()
-    extractor = InceptionFeatures(tmp_path / "random.pth", sha256=digest)
+    weights = make_inception(tmp_path)
+    state = torch.load(weights, weights_only=True)
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    extractor = InceptionFeatures(weights, sha256=digest)
 
     blocks = []
     extractor.network.Mixed_6d.register_forward_hook(lambda module, inputs, output: blocks.append(output.clone()))
