@@ -17,6 +17,8 @@
 
 # %% tags=["parameters"]
 profile: str = "laptop"  # smoke, laptop, gpu or paper
+data: str = ""  # a folder of IDX files or of class folders; empty: what the profile says
+autoencoder: str = ""  # "embedded", an SD-VAE name or a local folder; empty: what the profile says
 
 # %%
 from dit_repro.book import start
@@ -43,7 +45,8 @@ from dit_repro.models import (
 )
 from dit_repro.profiles import get_profile
 
-settings = get_profile(profile)
+settings = get_profile(profile, data=data, autoencoder=autoencoder)
+vae = settings.data.autoencoder()   # now: what is missing is said before anything runs
 torch.manual_seed(0)
 model = create_model("DiT-nano/2", input_size=8, num_classes=10)
 
@@ -212,7 +215,6 @@ from dit_repro.training import loss_by_timestep
 from dit_repro.training.brief import build_with, train_each
 from dit_repro.training.state import build_model
 
-vae = settings.data.autoencoder()
 train_store, test_store = (settings.data.store(split, vae) for split in ("train", "test"))
 harm = settings.construction
 config = settings.training(train_store, num_steps=harm.num_steps, global_batch_size=harm.batch_size,

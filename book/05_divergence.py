@@ -248,7 +248,7 @@ def broken_from(clip_norm: float | None) -> RunFolder:
 
 
 broken = {name: broken_from(clip) for name, clip in (("no clip", None), (f"clip {numbers.clip_norm:g}", numbers.clip_norm))}
-broken = launch_each({name: (folder.config(), folder.path) for name, folder in broken.items()}, 0 if numbers.processes == 1 else None)
+broken = launch_each({name: (folder.config(), folder.path) for name, folder in broken.items()}, numbers.processes)
 
 # %%
 figure, axes = plt.subplots(figsize=(7, 3.4))

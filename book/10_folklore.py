@@ -100,8 +100,7 @@ tunings |= {(name, seed): tuning(stores[name], seed, numbers.num_steps)
             for name in ("unique", "duplicated") for seed in seeds}
 tunings |= {("draws", seed): tuning(train_store, seed, numbers.seed_steps, first_config.global_batch_size)
             for seed in (first_config.seed, *seeds)}
-here = 1 if numbers.processes == 0 else numbers.processes
-tuned = dict(zip(tunings, train_each([*tunings.values()], processes=here)))
+tuned = dict(zip(tunings, train_each([*tunings.values()], processes=numbers.processes)))
 {"forks": len(forks), "fine-tuned": len(tuned), "model": first_config.model, "trained before": first_config.num_steps}
 
 # %% [markdown]

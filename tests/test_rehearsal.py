@@ -1,12 +1,13 @@
 """The paper profile's code path on stand-ins: ImageNet's layout, a released autoencoder, Inception, two processes."""
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from stand_ins import make_hub, make_inception, make_judge, make_sd_vae, make_tree
 
 from dit_repro.book.chapters import PROFILES as BOOK_PROFILES
-from dit_repro.book.chapters import REHEARSAL
+from dit_repro.book.chapters import REHEARSAL, chapters
 from dit_repro.evaluation import InceptionFeatures, evaluate
 from dit_repro.latents import load_autoencoder
 from dit_repro.latents.autoencoder import RELEASED
@@ -60,8 +61,17 @@ def test_the_rehearsal_takes_its_path_from_paper_and_its_counts_from_smoke():
     assert replace(rehearsal.data, resolution=256, limit_per_class=None, stand_ins=False) == paper.data
     assert (rehearsal.recipe.fid, rehearsal.recipe.processes) == (paper.recipe.fid, paper.recipe.processes)
     assert rehearsal.divergence.gpus == paper.divergence.gpus > 1
+    assert rehearsal.sweeps.scales == paper.sweeps.scales   # chapter 6 looks some of them up
     assert rehearsal.train.num_steps == smoke.train.num_steps
     assert {*PROFILES} == {*BOOK_PROFILES, REHEARSAL}
+
+
+def test_a_chapter_that_reads_data_can_be_told_where_they_are():
+    """Else it would look for ImageNet where the profile says, whatever `-p data=` says."""
+    book = chapters(Path(__file__).parents[1])
+    silent = [chapter.name for chapter in book if ".data." in chapter.source.read_text(encoding="utf-8")
+              and not {"data", "autoencoder"} <= {*chapter.parameters}]
+    assert not silent and len(book) == 11
 
 
 def test_stand_ins_have_the_layout_of_the_released_autoencoder(tmp_path):

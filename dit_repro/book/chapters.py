@@ -8,6 +8,7 @@ from pathlib import Path
 PROFILES = ("smoke", "laptop", "gpu", "paper")    # in order of cost; a claim that needs one is met by a later one
 REHEARSAL = "rehearsal"                           # decides no claim: it may be run on stand-ins
 DATA_PARAMETERS = ("data", "autoencoder")          # where a profile's inputs lie on this machine
+MODEL_PARAMETERS = ("official", "first_recipe", "clip")   # files and folders that chapters 7 and 9 score, or score with
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict}
 
 
@@ -91,7 +92,7 @@ class Chapter:
 
     def changed(self, values: dict) -> dict:
         """The entries of `values` that are not the chapter's defaults, profile and what it is to look at aside."""
-        given = ("profile", *DATA_PARAMETERS, "official", "first_recipe")   # the last two: chapter 7's models to score
+        given = ("profile", *DATA_PARAMETERS, *MODEL_PARAMETERS)
         return {name: value for name, value in values.items() if name not in given
                 and name in self.parameters and value != self.parameters[name].default}
 

@@ -81,7 +81,7 @@ def sample_grid(images, row_labels, column_labels, size: int = 64):
     if (len(row_labels), len(column_labels)) != (rows, columns):
         raise ValueError(f"sample_grid: {rows} rows and {columns} columns of images, but {len(row_labels)} row labels "
                          f"and {len(column_labels)} column labels")
-    font = _font(22)
+    font = plot_font(22)
     tile = max(1, 2 * size // width) * width, max(1, 2 * size // width) * height
     gap, left = 6, 22 + max((int(font.getlength(str(label))) for label in row_labels), default=0)
     wide = max([tile[0], *(int(font.getlength(str(label))) + 10 for label in column_labels)])
@@ -184,7 +184,7 @@ def _webp(picture) -> str:
 
 
 @cache
-def _font(size: int):
+def plot_font(size: int):
     """The font of the plots, which matplotlib ships, so that a picture does not depend on the machine."""
     import matplotlib
     from PIL import ImageFont

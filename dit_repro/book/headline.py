@@ -2,7 +2,7 @@
 import json
 from pathlib import Path
 
-from dit_repro.book.figures import INK, _font
+from dit_repro.book.figures import INK, plot_font
 from dit_repro.book.provenance import sealed
 from dit_repro.files import atomic_write, sha256, write_json
 
@@ -59,6 +59,6 @@ def _panel(rows: list[list[tuple[Path, str]]]):
     panel = Image.new("RGB", (WIDTH, top), "white")
     draw = ImageDraw.Draw(panel)
     for image, left, top, title in placed:
-        draw.text((left, top + TITLE / 2), title, INK, _font(26), anchor="lm")
+        draw.text((left, top + TITLE / 2), title, INK, plot_font(26), anchor="lm")
         panel.paste(image, (left, top + TITLE))
     return panel

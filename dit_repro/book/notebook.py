@@ -94,7 +94,7 @@ class Run:
                 number = self._results["metrics"][name]["interval"][bound == "high"]
             if spec is None:
                 spec = "" if isinstance(number, (str, bool)) else "," if isinstance(number, int) else ".4g"
-            return format(number, spec)
+            return re.sub(r"^-(?=[0.]+%?$)", "+" if "+" in spec else "", format(number, spec))   # no "-0.0"
         return _FIELD.sub(value, text)
 
     def say(self, markdown: str) -> None:

@@ -11,7 +11,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dit_repro.book import provenance
-from dit_repro.book.chapters import DATA_PARAMETERS, Chapter, cast_parameters, chapters, select_chapters
+from dit_repro.book.chapters import (
+    DATA_PARAMETERS,
+    MODEL_PARAMETERS,
+    Chapter,
+    cast_parameters,
+    chapters,
+    select_chapters,
+)
 from dit_repro.files import write_json
 
 # Time limit of one cell; None is no limit.
@@ -83,6 +90,11 @@ def _sigterm(handler):
 
 def _locate_data(values: dict) -> None:
     """Make paths of the user's folder absolute, since a kernel works in book/; FileNotFoundError before any starts."""
+    for name in MODEL_PARAMETERS:
+        if value := values.get(name):
+            values[name] = str(Path(value).expanduser().absolute())
+            if not Path(values[name]).exists():
+                raise FileNotFoundError(f"{name}={value}: there is no such file or folder")
     for name in DATA_PARAMETERS:
         if not (value := values.get(name)) or value == "embedded":
             continue
@@ -146,7 +158,8 @@ def _run_chapter(root: Path, chapter: Chapter, parameters: dict, made_with: dict
             _until_done_or_stopped(output, lambda: papermill.execute_notebook(
                 output / "notebook.ipynb", output / "notebook.ipynb", parameters, kernel_name="python3",
                 cwd=root / "book", progress_bar=False, execution_timeout=cell_seconds, start_timeout=180,
-                autosave_cell_every=30, stdout_file=log, stderr_file=log))
+                autosave_cell_every=30, stdout_file=log, stderr_file=log,
+                shutdown_kernel="immediate"))   # torch takes seconds to leave, and all is written
         error = unfinished(nbformat.read(output / "notebook.ipynb", 4))
     except BaseException as problem:
         first_line = (str(problem).strip() or "no message").splitlines()

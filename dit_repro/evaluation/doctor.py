@@ -62,15 +62,16 @@ class Anchor(NamedTuple):
 
 
 def diagnose(extractor: FeatureExtractor, images: Tensor, labels=None, healthy=None,
-             suspects: Mapping[str, object] | None = None, seed: int = 0) -> list[Finding]:
+             suspects: Mapping[str, object] | None = None, seed: int = 0, rehearse: bool = False) -> list[Finding]:
     """Measure each fault on real images uint8 (N, 3, H, W): one half plays the generated set, the other the reference.
 
-    With labels (N,) it measures by class too. `suspects` are sets of generated images by the name of their fault
-    (weights that are not the EMA, another schedule, another decoder scale), `healthy` is the set without it; each as
-    `open_images` takes them, and as many images in each, since a distance depends on their number.
+    With labels (N,) it measures by class too, if one has images enough. `suspects` are sets of generated images by the
+    name of their fault (weights that are not the EMA, another schedule, another decoder scale), `healthy` is the set
+    without it; each as `open_images` takes them, and as many images in each, since a distance depends on their number.
+    ValueError for too few images, unless the call is to `rehearse` it: what it finds then means nothing.
     """
     dim = extractor(images[:1]).pool.shape[1]
-    if len(images) < 2 * dim:
+    if len(images) < 2 * dim and not rehearse:
         raise ValueError(f"{len(images)} images: with less than {2 * dim}, twice the dimension of {extractor.id} "
                          "features, bias can hide a fault or even turn its sign")
     generator = torch.Generator().manual_seed(seed)
@@ -96,9 +97,12 @@ def diagnose(extractor: FeatureExtractor, images: Tensor, labels=None, healthy=N
         mine, theirs = labels[order[::2]], labels[order[1::2]]
         shuffle = torch.randperm(len(mine), generator=generator)
         compare("labels permuted", "same", own.pool, own.pool[shuffle])
-        right, wrong = (class_frechet(own.pool, some, other.pool, theirs).distance for some in (mine, mine[shuffle]))
-        findings.append(Finding("labels permuted", "mean Frechet distance of a class", right.mean(), wrong.mean(),
-                                (wrong - right).std() / len(right) ** 0.5, "up"))
+        counts = [half.bincount(minlength=int(labels.max()) + 1) for half in (mine, theirs)]
+        if ((counts[0] >= 2) & (counts[1] >= 4)).any():   # what class_frechet needs
+            right, wrong = (class_frechet(own.pool, some, other.pool, theirs).distance
+                            for some in (mine, mine[shuffle]))
+            findings.append(Finding("labels permuted", "mean Frechet distance of a class", right.mean(), wrong.mean(),
+                                    (wrong - right).std() / len(right) ** 0.5, "up"))
     if (channels := extractor.spatial_channels) > 1:
         channels_first = own.spatial.unflatten(1, (-1, channels)).transpose(1, 2).flatten(1)
         compare("spatial head flattened channels first", "up", own.spatial, channels_first, _statistics(other.spatial),

@@ -18,7 +18,7 @@ class Construction:
     batch_size: int = 64
     seeds: int = 3                      # correct runs; their spread is the yardstick
     loss_images: int = 256              # held-out images behind a loss
-    processes: int | None = None        # models at once; None: one a core
+    processes: int | None = None        # models at once; 0: in the notebook's own; None: one a core
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Divergence:
     scales: tuple = (1.0, 1.5, 2.0, 4.0)    # guidance, of the post-mortem; the post's
     steps: str = "10"                   # sampling steps of the post-mortem
     per_class: int = 4
-    processes: int | None = None        # trials at once; None: one a core
+    processes: int | None = None        # trials at once; 0: in the notebook's own; None: one a core
     gpus: int = 0                       # of the runs at full size, which take these numbers; 0: they are not made
     full_model: str = "DiT-XL/2"
     full_steps: int = 400_000

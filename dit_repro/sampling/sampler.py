@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dit_repro.allocator import keep_freed_memory
 from dit_repro.diffusion import NoiseSchedule
 from dit_repro.progress import progress
 
@@ -69,15 +70,16 @@ def sample_states(model: nn.Module, labels, schedule: NoiseSchedule, steps: str 
 
 
 def _states(model, labels, seeds, solver, num_train_steps, guidance, x0_transform, epsilon_scale) -> Iterator[State]:
+    keep_freed_memory()
     parameter = next(model.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     labels = labels.to(device)
     channels = model.in_channels
     draw = SeededNoise(seeds, (channels, model.input_size, model.input_size), device)
-    x = solver.start(draw())
+    x, modules = solver.start(draw()), list(model.modules())
     for step, timestep in enumerate(solver.timesteps):
         a = solver.alphas_cumprod[step]
-        with torch.no_grad(), _eval_mode(model):  # never held across the yield: the consumer may stop there for good
+        with torch.no_grad(), _eval_mode(modules):  # never held across the yield: the consumer may stop there for good
             x_t = solver.network_input(x, step)
             output = guided_output(model, x_t, timestep, labels, guidance, num_train_steps).float()
             eps, values = output[:, :channels] / epsilon_scale, output[:, -channels:]
@@ -90,10 +92,11 @@ def _states(model, labels, seeds, solver, num_train_steps, guidance, x0_transfor
 
 
 @contextmanager
-def _eval_mode(model: nn.Module):
+def _eval_mode(modules: list[nn.Module]):
     """Eval mode inside; outside, each module in the mode it had, also one that was frozen apart from its parent."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.eval()
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from dit_repro.allocator import keep_freed_memory
 from dit_repro.diffusion import NoiseSchedule, Objective, training_losses
 from dit_repro.evaluation import FeatureStatistics, frechet_distance
 from dit_repro.evaluation.frechet import features_at_known_distance
@@ -25,7 +26,6 @@ from dit_repro.latents.store import FORMAT, FORMAT_VERSION
 from dit_repro.models import DIT_CONFIGS, create_model, to_diffusers
 from dit_repro.sampling import Guidance, sample
 from dit_repro.speed.report import Reading
-from dit_repro.training.allocator import keep_freed_memory
 from dit_repro.training.ema import EMA
 
 

@@ -5,9 +5,9 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
+from dit_repro.allocator import keep_freed_memory
 from dit_repro.speed.device import page_faults
 from dit_repro.speed.ladder import Bench, Settings, Step
-from dit_repro.training.allocator import keep_freed_memory
 
 PROBED_BYTES = 2**23
 

@@ -58,11 +58,12 @@ def launch_each(runs: dict[Hashable, tuple[TrainConfig, Path]],
     `processes`, of a run: one run after another, as `launch` does it; None: runs of one process and one thread, as many
     at once as the CPU has cores, one after another where there is a GPU.
     """
-    if processes is None:
-        folders = run_each(_launch_here, runs.values(), "runs", "run")
-    else:
-        folders = [launch(config, path, processes) for config, path in progress(runs.values(), desc="runs", unit="run")]
-    return dict(zip(runs, folders))
+    if processes is not None:
+        return {key: launch(*run, processes) for key, run in progress(runs.items(), desc="runs", unit="run")}
+    waiting = [(config, path) for config, path in runs.values() if not _is_done(RunFolder(path), config)]
+    if waiting:   # a worker takes seconds to start
+        run_each(_launch_here, waiting, "runs", "run")
+    return {key: launch(*run, 0) for key, run in runs.items()}   # they are over: this only checks and opens
 
 
 def _launch_here(run: tuple[TrainConfig, Path]) -> RunFolder:

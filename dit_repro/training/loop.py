@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from dit_repro.allocator import keep_freed_memory
 from dit_repro.diffusion import training_losses
 from dit_repro.progress import progress
-from dit_repro.training.allocator import keep_freed_memory
 from dit_repro.training.batches import Batch, batches_from, latents_digest, open_latents
 from dit_repro.training.checkpoints import checkpoint_path, read_checkpoint, require_space, size_of, write_checkpoint
 from dit_repro.training.config import TrainConfig

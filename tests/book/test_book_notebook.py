@@ -54,6 +54,8 @@ def test_prose_is_filled_from_recorded_numbers_and_leaves_math_alone(run):
     run.record("word", "boot")
     assert run.fill("{loss:.2f}, {loss}, {loss.low} to {loss.high:.1f}") == "0.12, 0.1235, 0.1 to 0.2"
     assert run.fill("({count}) **{word}** N={count:d}") == "(1,234,567) **boot** N=1234567"
+    run.record("nothing", -0.001)
+    assert run.fill("{nothing:.1f} {nothing:+.1f} {nothing:+.0%} {nothing:.3f}") == "0.0 +0.0 +0% -0.001"
     untouched = r"$\frac{a}{b}$, $x_{t}$, $e^{count}$, {eq}`loss`, ```{note}"
     assert run.fill(untouched) == untouched
 

@@ -86,6 +86,12 @@ def test_a_folder_given_relative_to_the_user_reaches_the_kernel_as_the_same_fold
         _locate_data({"data": value, "autoencoder": "embedded"})
     with pytest.raises(FileNotFoundError, match=r"autoencoder=\./vae: no such folder; expected a folder"):
         _locate_data({"autoencoder": "./vae"})
+    values = {"official": "idx/t10k-images-idx3-ubyte.gz", "first_recipe": "", "clip": "mine"}
+    _locate_data(values)
+    assert values == {"official": str(tmp_path / "idx" / "t10k-images-idx3-ubyte.gz"), "first_recipe": "",
+                      "clip": str(tmp_path / "mine")}
+    with pytest.raises(FileNotFoundError, match="clip=CLIP: there is no such file"):
+        _locate_data({"clip": "CLIP"})
 
 
 def test_a_parameter_reaches_only_the_chapters_that_declare_it(executed):

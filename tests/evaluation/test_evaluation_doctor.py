@@ -83,6 +83,15 @@ def test_a_verdict_tells_noise_from_a_wrong_harness():
     assert replace(finding, after=0.5, expected="any").verdict == "as expected"
 
 
+def test_a_rehearsal_runs_on_images_too_few_to_mean_anything_and_leaves_out_what_they_cannot_give(real):
+    images, labels = real[0][:40], torch.arange(40) // 2
+    found = diagnose(load_classifier(), images, labels, rehearse=True)
+    assert "labels permuted" in {finding.fault for finding in found}
+    assert not any("of a class" in finding.score for finding in found)
+    found = diagnose(load_classifier(), images, labels // 5, rehearse=True)
+    assert any("of a class" in finding.score for finding in found)
+
+
 def test_sets_that_do_not_compare_are_refused(real):
     images = real[0][:200]
     with pytest.raises(ValueError, match="191 images: with less than 192, twice the dimension"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from dit_repro import allocator
 from dit_repro.models import DIT_CONFIGS, DiT, DiTConfig, count_macs
 from dit_repro.speed.device import page_faults
 from dit_repro.speed.growth import Growth, Size
@@ -18,7 +19,6 @@ from dit_repro.speed.ladder import Bench, Settings, Step
 from dit_repro.speed.operations import block_operations, measure_operations, shares
 from dit_repro.speed.report import growth_figure, ladder_frame, roofline_figure, shares_figure
 from dit_repro.speed.scaling import Link, Scaling, all_reduce_seconds, measure_scaling, scaled_step
-from dit_repro.training import allocator
 
 CPU = torch.device("cpu")
 SMALL = DiTConfig(depth=2, width=64, heads=2, patch_size=2)
