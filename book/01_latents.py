@@ -13,7 +13,7 @@
 #
 # **Answer.** The autoencoder throws detail away before training starts, and no amount of training brings it back: this chapter measures how much. In return a training image is read as a few hundred numbers instead of being encoded again at every visit. Three details decide whether the rest of the book works: the scale of the latents, the side on which the flip is done, and whether the store keeps the two moments of each latent or one frozen sample of it.
 #
-# *Claimed in:* the paper, sections 3.1 and 4; the replication post, "The architecture, faithfully" and "two bugs in the measurement itself"; the lesson's training loop. *Time:* laptop about 1.5 min on two cores after a first encoding of 15 s; at the paper profile ImageNet is encoded once, in hours.
+# *Claimed in:* the paper, sections 3.1 and 4; the replication post, "The architecture, faithfully" and "two bugs in the measurement itself"; the lesson's training loop. *Time:* laptop 1 to 1.5 min on two cores after a first encoding of 15 s; at the paper profile ImageNet is encoded once, in hours.
 
 # %% tags=["parameters"]
 profile: str = "laptop"  # smoke, laptop, gpu or paper

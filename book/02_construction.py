@@ -13,7 +13,7 @@
 #
 # **Answer.** A vision transformer on patches of the latent, whose every block is switched off at the start and switched on by the condition. Its twelve published sizes can be rebuilt from four numbers each; the multiply-accumulates counted below are the paper's, and the parameters printed in the replication post are not.
 #
-# *Claimed in:* the paper, section 3.2 and Table 4; the post, "The architecture, faithfully"; the lesson, "Timestep embedding". *Time:* laptop about 3.5 min on two cores, nearly all of it the table of harm at the end.
+# *Claimed in:* the paper, section 3.2 and Table 4; the post, "The architecture, faithfully"; the lesson, "Timestep embedding". *Time:* laptop 2 to 3.5 min on two cores, nearly all of it the table of harm at the end.
 
 # %% tags=["parameters"]
 profile: str = "laptop"  # smoke, laptop, gpu or paper

@@ -13,7 +13,7 @@
 #
 # **Answer.** Most of the loss is noise that no model can predict. Taken apart by timestep the part that a model can still earn is small and keeps moving; a classifier that looks at samples sees the progress plainly. Averaged weights lag by an amount that is pure arithmetic, and the post got that arithmetic wrong.
 #
-# *Claimed in:* the post, "First 50K steps"; the lesson's opening and its section on moving averages; the paper, section 4. *Time:* laptop 6 to 9 min on two cores for 1,000 steps and their samples; at the paper profile 50,000 steps of DiT-B/2, hours on one GPU.
+# *Claimed in:* the post, "First 50K steps"; the lesson's opening and its section on moving averages; the paper, section 4. *Time:* laptop 4 to 9 min on two cores for 1,000 steps and their samples; at the paper profile 50,000 steps of DiT-B/2, hours on one GPU.
 
 # %% tags=["parameters"]
 profile: str = "laptop"  # smoke, laptop, gpu or paper

@@ -13,7 +13,7 @@
 #
 # **Answer.** A step is matrix products, which a number format makes cheaper, and trips to memory, which a compiler saves; a change pays as much as the share of the step that it touches, and no more. So each rung below is shown against the limit of its own format, with its memory, and with the loss that it computes.
 #
-# *Claimed in:* the post, "An 8.3x speedup" and "Scaling to DiT-XL/2". *Time:* laptop about 4 min on two cores; on one GPU, where it runs the post's ladder, about 15 min.
+# *Claimed in:* the post, "An 8.3x speedup" and "Scaling to DiT-XL/2". *Time:* laptop 1.5 to 4 min on two cores; on one GPU, where it runs the post's ladder, about 15 min.
 
 # %% tags=["parameters"]
 profile: str = "laptop"  # smoke, laptop, gpu or paper

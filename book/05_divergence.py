@@ -13,7 +13,7 @@
 #
 # **Answer.** Two faults are planted in runs that were well, one outlier gradient and a rate that is too high, and each is met with clipping and without, from the same checkpoint with the same draws. The sections say what each remedy saved. The post's log cannot tell the two causes apart, so its cause stays open.
 #
-# *Claimed in:* the post, "Scaling to DiT-XL/2, and a training-run postmortem"; the diagnosis, on clipping and on one setting varied from a known checkpoint. *Time:* laptop about 7 min on two cores after chapter 3's run; at the paper profile two runs of DiT-XL/2 on two GPUs, a day and a half each.
+# *Claimed in:* the post, "Scaling to DiT-XL/2, and a training-run postmortem"; the diagnosis, on clipping and on one setting varied from a known checkpoint. *Time:* laptop 5 to 7 min on two cores after chapter 3's run; at the paper profile two runs of DiT-XL/2 on two GPUs, a day and a half each.
 
 # %% tags=["parameters"]
 profile: str = "laptop"  # smoke, laptop, gpu or paper

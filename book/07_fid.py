@@ -13,7 +13,7 @@
 #
 # **Answer.** It has to know what it reads when nothing is wrong, how far the number of images alone lifts it, what each known mistake does to it, and under which protocol a number was made, so that it can refuse to compare two that were made differently. All of that can be had from one pass of features.
 #
-# *Claimed in:* the post, "Measuring the gap properly" and "Retraining with the actual recipe"; the lesson, "Measuring whether it worked". *Time:* laptop about 2.5 min on two cores, beside the run of chapter 3; at the paper profile hours on one GPU, most of them sampling.
+# *Claimed in:* the post, "Measuring the gap properly" and "Retraining with the actual recipe"; the lesson, "Measuring whether it worked". *Time:* laptop 2 to 2.5 min on two cores, beside the run of chapter 3; at the paper profile hours on one GPU, most of them sampling.
 
 # %% tags=["parameters"]
 profile: str = "laptop"  # smoke, laptop, gpu or paper

@@ -13,7 +13,7 @@
 #
 # **Answer.** Each part is changed alone here, with the same images in the same order and the same noise, several seeds of each at laptop, and the samples are judged instead of the loss, which cannot be compared across schedules. Then every suspect that the post names, and several that it does not, is either cleared by a test of parity or given the size of its effect.
 #
-# *Claimed in:* the post, "What the paper's recipe actually specifies" and "Retraining with the actual recipe"; the paper, section 4 and table 4. *Time:* laptop about 5 min on two cores for eighteen short runs and their samples; at the paper profile days, since every run has 400,000 steps.
+# *Claimed in:* the post, "What the paper's recipe actually specifies" and "Retraining with the actual recipe"; the paper, section 4 and table 4. *Time:* laptop 4 to 5 min on two cores for eighteen short runs and their samples; at the paper profile days, since every run has 400,000 steps.
 
 # %% tags=["parameters"]
 profile: str = "laptop"  # smoke, laptop, gpu or paper
@@ -331,7 +331,7 @@ from dit_repro.models import to_diffusers, use_released_timesteps
 
 with tempfile.TemporaryDirectory() as folder:
     to_diffusers(model.cpu(), f"{folder}/pipeline", vae.model)
-    peer = DiTTransformer2DModel.from_pretrained(f"{folder}/pipeline/transformer").to(DEVICE).eval()
+    peer = DiTTransformer2DModel.from_pretrained(f"{folder}/pipeline/transformer", low_cpu_mem_usage=False).to(DEVICE).eval()
 model.to(DEVICE)
 with torch.no_grad():
     theirs = use_released_timesteps(peer)(x, timestep=t, class_labels=y).sample

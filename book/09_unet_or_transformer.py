@@ -13,7 +13,7 @@
 #
 # **Answer.** Trained alike for a short while both networks learn the task, and the chapter says which is ahead, with the spread over seeds. Of the lesson's rules several are sound, several are right about something else than what they say, and a few are contradicted by arithmetic that takes a line of code.
 #
-# *Claimed in:* the lesson, all sections; the paper, section 1. *Time:* laptop about 4.5 min on two cores, 13 short runs and their samples, and a minute when these are in the workspace already; at the paper profile days.
+# *Claimed in:* the lesson, all sections; the paper, section 1. *Time:* laptop 3.5 to 4.5 min on two cores, 13 short runs and their samples, and a minute when these are in the workspace already; at the paper profile days.
 
 # %% tags=["parameters"]
 profile: str = "laptop"  # smoke, laptop, gpu or paper

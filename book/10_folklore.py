@@ -13,7 +13,7 @@
 #
 # **Answer.** Each piece of advice becomes one small experiment with its control, the same starting weights and the same seeds on both sides, and a number that decides. What is worth keeping from the page are two detectors, for a model that ignores its labels and for one that repeats its training images; both live in the package and run on any run folder.
 #
-# *Claimed in:* the blog, throughout. *Time:* laptop about 2.5 min on two cores after chapter 3.
+# *Claimed in:* the blog, throughout. *Time:* laptop 2 to 2.5 min on two cores after chapter 3.
 
 # %% tags=["parameters"]
 profile: str = "laptop"  # smoke, laptop, gpu or paper

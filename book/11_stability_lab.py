@@ -13,7 +13,7 @@
 #
 # **Answer.** One multiplication shows an unstable recurrence exactly, and Adam, clipping and loss scaling each change the rule. What does carry over is a method: keep everything of one step, compute it again in a wide format, and name the first quantity that rounding cannot explain.
 #
-# *Claimed in:* the diagnosis, all of it; the post's section on divergence supplies the need. *Time:* laptop about 1.5 min on two cores once chapter 3 is trained; on a GPU the time it takes to read the checkpoint.
+# *Claimed in:* the diagnosis, all of it; the post's section on divergence supplies the need. *Time:* laptop 1 to 1.5 min on two cores once chapter 3 is trained; on a GPU the time it takes to read the checkpoint.
 
 # %% tags=["parameters"]
 profile: str = "laptop"  # smoke, laptop, gpu or paper
