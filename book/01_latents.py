@@ -30,7 +30,6 @@ import time
 
 import matplotlib.pyplot as plt
 import numpy as np
-import psutil
 import torch
 
 from dit_repro.book.figures import sample_grid
@@ -230,10 +229,7 @@ run.say("""Mirroring the latent instead of the image gives a latent that is off 
 # %%
 import gc
 
-
-def memory_in_use() -> int:
-    """Bytes: of the GPU's tensors, or resident in main memory."""
-    return torch.cuda.memory_allocated() if DEVICE == "cuda" else psutil.Process().memory_info().rss
+from dit_repro.allocator import memory_in_use
 
 
 def memory_growth(frozen: bool, grad: bool) -> list[float]:

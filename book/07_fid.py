@@ -246,34 +246,30 @@ run.say("""On its own schedule the model scores **{frechet_linear:.2f}** with {s
 # %%
 import gc
 
-import psutil
-
-
-def memory() -> float:
-    """Megabytes in use: on the GPU if there is one, else of this process."""
-    return (torch.cuda.memory_allocated() if DEVICE == "cuda" else psutil.Process().memory_info().rss) / 2**20
+from dit_repro.allocator import memory_in_use
 
 
 def growth(grad: bool) -> list[float]:
+    """Memory in use after each batch, in MB above the start."""
     vae.model.requires_grad_(True)  # never frozen, as in the post
     gc.collect()
-    began, kept, curve = memory(), [], []
+    began, kept, curve = memory_in_use(), [], []
     with torch.set_grad_enabled(grad):
         for _ in range(plan.leak_batches):
             latents = final.latents(range(plan.leak_batch_size)).to(DEVICE)
             images = 127.5 * vae.model.decode(latents / vae.scale_factor).sample + 127.5  # not rounded: that cuts the graph
             kept.append(judge.heads(images).pool.cpu())
-            curve.append(memory() - began)
+            curve.append((memory_in_use() - began) / 2**20)
     vae.model.requires_grad_(False)
     return curve
 
 
 # %%
-began, streamed = memory(), []
+began, streamed = memory_in_use(), []
 
 
 def watched(positions) -> torch.Tensor:
-    streamed.append(memory() - began)
+    streamed.append((memory_in_use() - began) / 2**20)
     return final.images([i % len(final) for i in positions])  # the same images again: only their number matters
 
 

@@ -149,6 +149,27 @@ def test_kept_memory_comes_back_without_new_pages():
     assert keep < default / 4, f"{default} fresh pages in a step, {keep} with freed memory kept"
 
 
+LEAK = """
+import psutil, torch
+from dit_repro.allocator import keep_freed_memory, memory_in_use
+keep_freed_memory()
+freed = [torch.ones(2**22) for _ in range(16)]   # 16 MB each
+del freed
+resident, in_use = psutil.Process().memory_info().rss, memory_in_use()
+leak = torch.ones(2**24)
+print(resident - in_use, memory_in_use() - in_use)
+"""
+
+
+def test_memory_in_use_counts_a_leak_that_would_fit_into_kept_memory():
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("the C library is not glibc: nothing is kept")
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    kept, leaked = map(int, subprocess.check_output([sys.executable, "-c", LEAK], env=environment).split())
+    assert kept > 2**27, "freed memory was not kept, so that nothing could hide a leak"
+    assert leaked == pytest.approx(2**26, rel=0.1)
+
+
 def test_a_c_library_that_refuses_a_large_block_is_asked_for_the_largest_it_takes(monkeypatch):
     accepted = {}
 
