@@ -13,16 +13,17 @@ from dit_repro.book.run import read_status
 from dit_repro.files import atomic_write, sha256, write_json
 
 
-def harvest(root: Path, run: Path, results_only: bool = False) -> list[str]:
+def harvest(root: Path, run: Path, results_only: bool = False, check: bool = False) -> list[str]:
     """Publish every chapter of a run folder: pair, results, exported figures, then the scoreboard.
 
     results_only: leave the pairs alone and add the run's numbers, so that a page made at `laptop` can stand beside
-    numbers from a GPU. Raises ValueError, before anything is written, for a failed chapter, for code that has changed
-    since, and for outputs that lint would refuse.
+    numbers from a GPU. check: write nothing. Raises ValueError, before anything is written, for a failed chapter, for
+    code that has changed since, and for outputs that lint would refuse.
     """
     found = [chapter for chapter in chapters(root) if (run / chapter.name).is_dir()]
     if not found:
         raise FileNotFoundError(f"{run}: no chapter of this book was run there")
+    problems = []
     for chapter in found:
         status = read_status(run / chapter.name)
         if status["state"] != "ok":
@@ -33,10 +34,11 @@ def harvest(root: Path, run: Path, results_only: bool = False) -> list[str]:
         if status["stamp"]["code"] != code_hash(chapter.notebook):
             raise ValueError(f"{chapter.name} has changed since {run.name}; run it again before harvesting")
         page = published(chapter, run / chapter.name)
-        problems = [problem for problem in notebook_problems(chapter, page) if problem.is_error]
-        if problems and not results_only:
-            raise ValueError("not harvested:\n  " + "\n  ".join(map(str, problems)))
-    publish(root, run, results_only)
+        problems += [problem for problem in notebook_problems(chapter, page) if problem.is_error]
+    if problems and not results_only:
+        raise ValueError("not harvested:\n  " + "\n  ".join(map(str, problems)))
+    if not check:
+        publish(root, run, results_only)
     return [chapter.name for chapter in found]
 
 

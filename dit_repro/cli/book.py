@@ -31,14 +31,16 @@ def run(chapters, profile, parameters, timeout, fresh, build):
 @click.command()
 @click.argument("run_folder", metavar="RUN_FOLDER")
 @click.option("--results-only", is_flag=True, help="add the numbers, keep the committed pages")
-def harvest(run_folder, results_only):
+@click.option("--check", is_flag=True, help="write nothing, fail when the run could not be published")
+def harvest(run_folder, results_only, check):
     """Publish a run from _runs/ into the committed notebooks, results and scoreboard."""
     from pathlib import Path
 
     from dit_repro.book.harvest import harvest
     from dit_repro.files import project_root
 
-    click.echo("harvested " + ", ".join(harvest(project_root(), Path(run_folder), results_only)))
+    names = ", ".join(harvest(project_root(), Path(run_folder), results_only, check))
+    click.echo(f"{'may be harvested:' if check else 'harvested'} {names}")
 
 
 @click.command()

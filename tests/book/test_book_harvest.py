@@ -260,11 +260,19 @@ def test_outputs_that_lint_would_refuse_are_not_harvested(good_book, executed):
     plant_stderr(notebook, [cell for cell in notebook.cells if cell.cell_type == "code"])
     nbformat.write(notebook, path)
     before = (good_book / "book" / "01_good.ipynb").read_bytes()
-    with pytest.raises(ValueError, match="writes to stderr"):
-        harvest(good_book, good_book / "bad")
+    for check in (False, True):
+        with pytest.raises(ValueError, match="writes to stderr"):
+            harvest(good_book, good_book / "bad", check=check)
     assert (good_book / "book" / "01_good.ipynb").read_bytes() == before
     harvest(good_book, good_book / "bad", results_only=True)      # its numbers are sound
     assert (good_book / "book" / "01_good.ipynb").read_bytes() == before
+
+
+def test_a_checked_run_is_not_published(good_book, executed):
+    results, run = good_book / "book" / "_results" / "01_good.smoke.json", sorted((executed / "_runs").iterdir())[2]
+    results.unlink()
+    assert harvest(good_book, run, check=True) == ["01_good"] and not results.exists()
+    assert harvest(good_book, run) == ["01_good"] and results.exists()
 
 
 def test_carriage_returns_are_overwritten_as_on_a_terminal(executed, tmp_path):
