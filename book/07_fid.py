@@ -187,6 +187,7 @@ for axes, title, x, y in ((panels[0], "real to real", plan.counts[-4:], floors.m
         fit = np.polynomial.Polynomial.fit(1 / np.asarray(x[-4:]), y[-4:], degree)
         axes.plot(grid, fit(grid), style, label={1: "linear", 2: "quadratic"}[degree])
     axes.set(xlabel="1 / images", ylabel="Fréchet distance", title=title, xlim=(0, None))
+    axes.locator_params(axis="x", nbins=5)
 panels[0].legend()
 run.figure(figure, name="extrapolation", caption="Distance against 1/N, fitted on the four largest N. Left both sides grow and "
            "the truth is zero; right the samples grow against a fixed reference.")

@@ -118,10 +118,7 @@ def roofline_figure(operations: dict, ceiling: float, bandwidth: float):
     axes = figure.subplots()
     at = np.geomspace(0.005, 1000, 200)
     axes.loglog(at, np.minimum(ceiling, at * bandwidth) / 1e9, color="#26262b", linewidth=1.2)
-    axes.annotate(f"fastest product: {ceiling / 1e9:,.0f} GFLOP/s", (1000, ceiling / 1e9), (0, 4), ha="right",
-                  textcoords="offset points", fontsize=8.5)
-    axes.annotate(f"memory: {bandwidth / 1e9:,.0f} GB/s", (0.02, 0.02 * bandwidth / 1e9), (12, -3),
-                  textcoords="offset points", fontsize=8.5)
+    axes.set_title(f"memory {bandwidth / 1e9:,.0f} GB/s, fastest product {ceiling / 1e9:,.0f} GFLOP/s", fontsize=9)
     total, above = sum(operation.seconds for operation in operations.values()), {}
     for name, operation in sorted(operations.items(), key=lambda item: item[1].flops / item[1].seconds):
         point = operation.intensity, operation.flops / operation.seconds / 1e9
