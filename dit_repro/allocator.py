@@ -25,7 +25,7 @@ def memory_in_use() -> int:
     """Bytes: of the tensors on the GPU if there is one, else resident, after freed memory went back to the kernel."""
     if torch.cuda.is_available():
         return torch.cuda.memory_allocated()
-    import psutil   # which the bare Python of a GPU check lacks
+    import psutil  # which the bare Python of a GPU check lacks
 
     libc = _c_library()
     if hasattr(libc, "malloc_trim"):   # or what is allocated next fits into what was kept, and a leak is not seen
