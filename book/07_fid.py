@@ -40,12 +40,17 @@ import torch
 from dit_repro.diffusion import NoiseSchedule
 from dit_repro.evaluation import FeatureStatistics, evaluate, extract, frechet_distance
 from dit_repro.files import workspace
+from dit_repro.models import load_released_checkpoint
 from dit_repro.profiles import DEVICE, get_profile
-from dit_repro.training import launch
+from dit_repro.training import RunFolder, launch
 
 settings = get_profile(profile, data=data, autoencoder=autoencoder)
 plan, cache = settings.scores, workspace() / "features"
 vae, features, judge = settings.data.autoencoder(), settings.data.features(), settings.data.judge()
+released = load_released_checkpoint(official) if official else None   # now: a wrong file costs no sampling
+early = [step for step in RunFolder(first_recipe).checkpoints() if 350_000 <= step <= 360_000] if first_recipe else []
+if first_recipe and not early:
+    raise ValueError(f"first_recipe={first_recipe}: no checkpoint of steps 350,000 to 360,000 there; the post scored step 353,000")
 train_store = settings.data.store("train", vae)
 config = settings.training(train_store)
 folder = launch(config, settings.run_path("first_steps", config))
@@ -563,16 +568,11 @@ run.say(f"""With {{class_images_fewest}} images or more a class the floor averag
 # Everything above runs unchanged when the data are class folders: features become Inception's, read as the ADM evaluator reads them, and the small classifier's place as judge is taken by a classifier of timm's whose logits follow the folders' names. The weights of both are looked for locally, checked, and never downloaded; the error says what to get and where to put it. Given the released checkpoint, the cell below repeats the post's validation; given a run by the post's first recipe, its first score.
 
 # %%
-from dit_repro.models import load_released_checkpoint
-from dit_repro.training import RunFolder
-
 if official:
-    released = load_released_checkpoint(official)
     run.record("fid_2k_official_linear", score(drawn(released, 2_000, linear, "250")).frechet)
     run.record("fid_2k_official_cosine", score(drawn(released, 2_000, cosine, "250")).frechet)
 if first_recipe:
-    early = RunFolder(first_recipe)
-    weights = early.load_model(min(early.checkpoints(), key=lambda step: abs(step - 353_000)))
+    weights = RunFolder(first_recipe).load_model(min(early, key=lambda step: abs(step - 353_000)))
     run.record("fid_2k_first_recipe", score(drawn(weights, 2_000, cosine, "250")).frechet)
     run.record("fid_10k_first_recipe", score(drawn(weights, 10_000, cosine, "250")).frechet)
 

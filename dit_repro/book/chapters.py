@@ -8,7 +8,7 @@ from pathlib import Path
 PROFILES = ("smoke", "laptop", "gpu", "paper")    # in order of cost; a claim that needs one is met by a later one
 REHEARSAL = "rehearsal"                           # decides no claim: it may be run on stand-ins
 DATA_PARAMETERS = ("data", "autoencoder")          # where a profile's inputs lie on this machine
-MODEL_PARAMETERS = ("official", "first_recipe", "clip")   # files and folders that chapters 7 and 9 score, or score with
+MODEL_PARAMETERS = ("reference", "official", "first_recipe", "clip")   # paths that chapters 7 and 9 score with
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict}
 
 

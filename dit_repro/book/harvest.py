@@ -33,6 +33,9 @@ def harvest(root: Path, run: Path, results_only: bool = False, check: bool = Fal
                              "run the profile that it rehearses, paper")
         if status["stamp"]["code"] != code_hash(chapter.notebook):
             raise ValueError(f"{chapter.name} has changed since {run.name}; run it again before harvesting")
+        for figure in _results(run / chapter.name)["figures"].values():
+            if not (picture := run / chapter.name / "figures" / figure["file"]).is_file():
+                raise ValueError(f"{picture} is missing; run {chapter.name} again before harvesting")
         page = published(chapter, run / chapter.name)
         problems += [problem for problem in notebook_problems(chapter, page) if problem.is_error]
     if problems and not results_only:

@@ -40,9 +40,11 @@ class ClipScore:
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: Sequence[str], batch_size: int = 64) -> Tensor:
         """Scores (N,) of images uint8 (N, 3, H, W), each against the prompt of its index."""
-        if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != len(prompts):
+        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3 or len(images) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts and {images.dtype} images {tuple(images.shape)}: "
                              "expected uint8 (N, 3, H, W) and a prompt an image")
+        if len(images) == 0:
+            raise ValueError("no image given")
         scores = []
         for first in range(0, len(images), batch_size):
             some = slice(first, first + batch_size)
@@ -60,4 +62,5 @@ def describe_classes(class_names: Sequence[str]) -> list[str]:
     imagenet = ImageNetInfo("imagenet-1k")
     known = set(imagenet.label_names())
     names = [imagenet.label_name_to_description(name) if name in known else name for name in class_names]
-    return [f"a photo of {'an' if name[0].lower() in 'aeiou' else 'a'} {name.split(',')[0]}" for name in names]
+    names = [name.split(",")[0].strip() for name in names]   # ImageNet's go on with synonyms
+    return [f"a photo of {'an' if name[:1].lower() in [*'aeiou'] else 'a'} {name}" for name in names]

@@ -63,6 +63,14 @@ def test_only_a_whole_run_of_this_code_is_harvested(good_book, executed):
         harvest(good_book, good_book / "book")
 
 
+def test_a_run_without_one_of_its_pictures_is_refused_before_the_old_one_goes(good_book, executed):
+    shutil.copytree(sorted((executed / "_runs").iterdir())[2] / "01_good", good_book / "bad" / "01_good")
+    (good_book / "bad" / "01_good" / "figures" / "level.png").unlink()
+    with pytest.raises(ValueError, match=r"level\.png is missing; run 01_good again"):
+        harvest(good_book, good_book / "bad")
+    assert (good_book / "figures" / "level.png").is_file()
+
+
 def test_prose_may_change_after_the_run_without_making_outputs_stale(good_book, executed):
     source = good_book / "book" / "01_good.py"
     source.write_text(source.read_text().replace("A question?", "A better question?"))

@@ -79,6 +79,10 @@ def test_bad_input_is_named(folder, tmp_path):
         clip(draw_images(), PROMPTS[:2])
     with pytest.raises(ValueError, match=r"torch.float32 images"):
         clip(draw_images().float(), PROMPTS)
+    with pytest.raises(ValueError, match=r"images \(3, 1, 28, 28\)"):
+        clip(draw_images()[:, :1], PROMPTS)
+    with pytest.raises(ValueError, match="no image given"):
+        clip(draw_images(0), [])
     with pytest.raises(FileNotFoundError, match=r"no model.safetensors; fetch config.json.*1.7 GB"):
         ClipScore(tmp_path)
 
@@ -100,5 +104,5 @@ def test_a_folder_that_lacks_weights_is_refused(folder, tmp_path):
 
 
 def test_classes_become_prompts():
-    assert describe_classes(["Bag", "Ankle boot", "n01440764"]) == [
-        "a photo of a Bag", "a photo of an Ankle boot", "a photo of a tench"]
+    assert describe_classes(["Bag", "Ankle boot", " dog, puppy", "n01440764"]) == [
+        "a photo of a Bag", "a photo of an Ankle boot", "a photo of a dog", "a photo of a tench"]
