@@ -1,19 +1,18 @@
 """CLIP scores, on weights of CLIP's layout that are made here."""
 import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
 
 from dit_repro.evaluation.clip import ClipScore, describe_classes
-
-transformers = pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A CLIPModel of 8x8 patches and width 16, with its processor and a tokenizer that spells."""
-    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
-
     path = tmp_path_factory.mktemp("clip")
     letters = [chr(code) for code in range(33, 127)]
     words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
@@ -88,10 +87,6 @@ def test_bad_input_is_named(folder, tmp_path):
 
 
 def test_a_folder_that_lacks_weights_is_refused(folder, tmp_path):
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
     shutil.copytree(folder, tmp_path / "half")
     weights = load_file(tmp_path / "half" / "model.safetensors")
     del weights["text_projection.weight"]
