@@ -735,7 +735,8 @@ shuffled = score(healthy[order], labels)
 run.record("frechet_change_when_labels_shuffled", abs(shuffled["distance"] - healthy_score.distance) / healthy_score.distance)
 run.record("agreement_drop_when_labels_shuffled", healthy_score.agreement - shuffled["agreement"])
 if clip:
-    prompts = [describe_classes(class_names)[label] for label in labels]
+    prompt_of = describe_classes(class_names)
+    prompts = [prompt_of[label] for label in labels]
     sweep["CLIP score"] = [clip_score(images, prompts).mean().item() for images in by_scale.values()]
     run.record("clip_score_gain_with_guidance", sweep["CLIP score"][highest] - sweep["CLIP score"][lowest])
     run.record("clip_score_drop_when_labels_shuffled", sweep["CLIP score"][healthy_scale] - clip_score(healthy[order], prompts).mean().item())
