@@ -16,7 +16,7 @@ from dit_repro.evaluation.features import FeatureExtractor, full_float32
 from dit_repro.evaluation.fidelity import inception_score
 from dit_repro.evaluation.frechet import frechet_distance
 from dit_repro.evaluation.image_sets import open_images
-from dit_repro.evaluation.per_class import class_frechet
+from dit_repro.evaluation.per_class import check_labels, class_frechet, measurable_classes
 from dit_repro.evaluation.scores import Scores
 from dit_repro.evaluation.statistics import FeatureStatistics
 
@@ -65,7 +65,7 @@ def diagnose(extractor: FeatureExtractor, images: Tensor, labels=None, healthy=N
              suspects: Mapping[str, object] | None = None, seed: int = 0, rehearse: bool = False) -> list[Finding]:
     """Measure each fault on real images uint8 (N, 3, H, W): one half plays the generated set, the other the reference.
 
-    With labels (N,) it measures by class too, if one has images enough. `suspects` are sets of generated images by the
+    With labels (N,) it measures by class too, if two have images enough. `suspects` are sets of generated images by the
     name of their fault (weights that are not the EMA, another schedule, another decoder scale), `healthy` is the set
     without it; each as `open_images` takes them, and as many images in each, since a distance depends on their number.
     ValueError for too few images, unless the call is to `rehearse` it: what it finds then means nothing.
@@ -74,6 +74,8 @@ def diagnose(extractor: FeatureExtractor, images: Tensor, labels=None, healthy=N
     if len(images) < 2 * dim and not rehearse:
         raise ValueError(f"{len(images)} images: with less than {2 * dim}, twice the dimension of {extractor.id} "
                          "features, bias can hide a fault or even turn its sign")
+    if labels is not None:
+        labels = check_labels(labels, len(images))
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(images), generator=generator)
     fake, real = images[order[::2]], images[order[1::2]]
@@ -93,12 +95,10 @@ def diagnose(extractor: FeatureExtractor, images: Tensor, labels=None, healthy=N
 
     mine = own.logits.argmax(1) if own.logits.shape[1] else None
     if labels is not None:
-        labels = torch.as_tensor(labels)
         mine, theirs = labels[order[::2]], labels[order[1::2]]
         shuffle = torch.randperm(len(mine), generator=generator)
         compare("labels permuted", "same", own.pool, own.pool[shuffle])
-        counts = [half.bincount(minlength=int(labels.max()) + 1) for half in (mine, theirs)]
-        if ((counts[0] >= 2) & (counts[1] >= 4)).any():   # what class_frechet needs
+        if len(measurable_classes(mine, theirs)) >= 2:   # of one alone the difference has no error
             right, wrong = (class_frechet(own.pool, some, other.pool, theirs).distance
                             for some in (mine, mine[shuffle]))
             findings.append(Finding("labels permuted", "mean Frechet distance of a class", right.mean(), wrong.mean(),

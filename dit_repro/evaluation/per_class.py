@@ -106,23 +106,37 @@ def _hull(x: np.ndarray, y: np.ndarray, convex: bool) -> np.ndarray:
     return y[0] + np.r_[0.0, np.cumsum(slopes * width)]
 
 
+def check_labels(labels, count: int) -> Tensor:
+    """Labels (count,) as a tensor; ValueError for another shape, or where they are not whole numbers."""
+    labels = torch.as_tensor(labels)
+    if labels.shape != (count,) or labels.is_floating_point() or labels.is_complex():
+        raise ValueError(f"labels of shape {tuple(labels.shape)}, {labels.dtype}: expected ({count},) integers, "
+                         "one for each image")
+    return labels
+
+
+def measurable_classes(labels: Tensor, reference_labels: Tensor) -> list[int]:
+    """The classes that `class_frechet` measures: those of at least 2 generated and 4 reference images."""
+    counts, reference_counts = (dict(zip(*(column.tolist() for column in own.unique(return_counts=True))))
+                                for own in (labels, reference_labels))
+    return [label for label, count in counts.items() if count >= 2 and reference_counts.get(label, 0) >= 4]
+
+
 def class_frechet(features, labels, reference, reference_labels, class_names: Sequence[str] | None = None,
                   seed: int = 0) -> pd.DataFrame:
     """Frechet distance of each class and its noise floor: features (N, D), labels (N,), the same of a reference (M, D).
 
     A few hundred images a class lift a distance far above zero, and more for some classes than for others. So real
     images of the class are halved at random: `floor` is the distance between the halves, `distance` that of as many
-    generated images to the second half. Only `excess`, their difference, compares between classes. A class with less
-    than 2 generated or 4 reference images is left out; ValueError where that leaves none.
+    generated images to the second half. Only `excess`, their difference, compares between classes. Classes that are not
+    among `measurable_classes` are left out; ValueError where that leaves none.
     """
     x, y = check_features(features, "features"), check_features(reference, "reference features")
-    labels, reference_labels = torch.as_tensor(labels), torch.as_tensor(reference_labels)
+    labels, reference_labels = check_labels(labels, len(x)), check_labels(reference_labels, len(y))
     generator, rows = torch.Generator().manual_seed(seed), []
-    for label in labels.unique().tolist():
+    for label in measurable_classes(labels, reference_labels):
         generated, real = (z[own == label] for z, own in ((x, labels), (y, reference_labels)))
         n = min(len(generated), len(real) // 2)
-        if n < 2:
-            continue
         real = real[torch.randperm(len(real), generator=generator)]
         a, b, c = generated[:n], real[:n], real[n:]
         rows.append({"class": class_names[label] if class_names else label, "images": n,

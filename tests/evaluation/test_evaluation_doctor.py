@@ -90,12 +90,18 @@ def test_a_rehearsal_runs_on_images_too_few_to_mean_anything_and_leaves_out_what
     assert not any("of a class" in finding.score for finding in found)
     found = diagnose(load_classifier(), images, labels // 5, rehearse=True)
     assert any("of a class" in finding.score for finding in found)
+    alone = torch.where(torch.arange(40) < 20, 7, torch.arange(40))   # one class of 20, and 20 of one image
+    found = diagnose(load_classifier(), images, alone, rehearse=True)
+    assert not any("of a class" in finding.score for finding in found)   # from one class a difference has no error
 
 
 def test_sets_that_do_not_compare_are_refused(real):
     images = real[0][:200]
     with pytest.raises(ValueError, match="191 images: with less than 192, twice the dimension"):
         diagnose(load_classifier(), images[:191])
+    for labels in (torch.arange(199), torch.rand(200), torch.zeros(200, 1).long()):
+        with pytest.raises(ValueError, match=r"labels of shape .*: expected \(200,\) integers"):
+            diagnose(load_classifier(), images, labels)
     with pytest.raises(ValueError, match="pass healthy"):
         diagnose(load_classifier(), images, suspects={"raw weights": images})
     with pytest.raises(ValueError, match="raw weights: 40 images, healthy has 50; draw as many"):

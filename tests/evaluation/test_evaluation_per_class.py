@@ -13,7 +13,7 @@ from dit_repro.evaluation import (
     replay_labels,
     second_mode,
 )
-from dit_repro.evaluation.per_class import _dip, _distance
+from dit_repro.evaluation.per_class import _dip, _distance, measurable_classes
 
 
 def test_labels_come_back_from_a_script_that_drew_noise_before_them():
@@ -149,6 +149,14 @@ def test_a_class_without_enough_images_is_left_out():
     assert sorted(class_frechet(features, labels, features, others).index) == [0, 1, 2]
     with pytest.raises(ValueError, match="no class has 2 of the 4 generated and 4 of the 40 reference images"):
         class_frechet(features[:4], torch.arange(4), features, labels)
+    assert measurable_classes(torch.tensor([5, 5, 6, -1, -1, 8, 8]), torch.tensor([5, 5, 5, 5, 6, 6, 6, 6, -1])) == [5]
+
+
+def test_labels_that_do_not_fit_are_refused():
+    features, labels = classes(10, 0)
+    for some, others in ((labels[1:], labels), (labels, labels.double()), (labels[:, None], labels)):
+        with pytest.raises(ValueError, match=r"expected \(40,\) integers, one for each image"):
+            class_frechet(features, some, features, others)
 
 
 def test_few_images_of_many_features_have_the_distance_of_their_statistics():
