@@ -1,4 +1,5 @@
 """CLIP score: how well an image fits a sentence. Needs CLIP's weights, and transformers (the extra `clip`)."""
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +22,7 @@ class ClipScore:
         try:
             from transformers import CLIPModel, CLIPProcessor
         except ImportError as error:
-            raise ImportError("a CLIP score needs transformers: pip install 'dit-repro[clip]'") from error
+            raise ImportError("a CLIP score needs transformers, of the extra clip: pip install -e '.[clip]'") from error
         if not (Path(folder) / "model.safetensors").is_file():
             raise FileNotFoundError(f"no CLIP weights: {folder} has no model.safetensors; {WHERE_CLIP}")
         try:
@@ -56,11 +57,18 @@ class ClipScore:
 
 
 def describe_classes(class_names: Sequence[str]) -> list[str]:
-    """A prompt a class, "a photo of a tench"; ImageNet's folder names are spelled out."""
+    """A prompt a class, "a photo of a tench"; ImageNet's folder names are spelled out, what two share with its meaning.
+    """
     from timm.data import ImageNetInfo
 
     imagenet = ImageNetInfo("imagenet-1k")
-    known = set(imagenet.label_names())
-    names = [imagenet.label_name_to_description(name) if name in known else name for name in class_names]
-    names = [name.split(",")[0].strip() for name in names]   # ImageNet's go on with synonyms
+    short = {wnid: imagenet.label_name_to_description(wnid).split(",")[0] for wnid in imagenet.label_names()}
+    counts = Counter(short.values())
+
+    def spelled_out(name: str) -> str:
+        if counts[short.get(name)] > 1:   # a bird and a machine are both "crane"
+            return f"{short[name]} ({imagenet.label_name_to_description(name, detailed=True).split(': ', 1)[1]})"
+        return short.get(name, name.split(",")[0].strip())   # synonyms follow a comma
+
+    names = [spelled_out(name) for name in class_names]
     return [f"a photo of {'an' if name[:1].lower() in [*'aeiou'] else 'a'} {name}" for name in names]

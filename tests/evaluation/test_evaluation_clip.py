@@ -101,3 +101,13 @@ def test_a_folder_that_lacks_weights_is_refused(folder, tmp_path):
 def test_classes_become_prompts():
     assert describe_classes(["Bag", "Ankle boot", " dog, puppy", "n01440764"]) == [
         "a photo of a Bag", "a photo of an Ankle boot", "a photo of a dog", "a photo of a tench"]
+
+
+def test_no_two_classes_of_imagenet_share_a_prompt():
+    from timm.data import ImageNetInfo
+
+    wnids = ImageNetInfo("imagenet-1k").label_names()
+    prompts = dict(zip(wnids, describe_classes(wnids)))
+    assert len(set(prompts.values())) == 1000
+    assert prompts["n02012849"].startswith("a photo of a crane (large long-necked wading bird")
+    assert describe_classes(["n03126707"]) == [prompts["n03126707"]]   # whatever other classes are asked for
