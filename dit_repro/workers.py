@@ -18,9 +18,11 @@ def run_each(function: Callable, items: Iterable, desc: str, unit: str, processe
     None for a single item and where there is a GPU. Function and items are pickled. The first error is raised; what has
     not begun by then does not begin.
     """
+    if processes is not None and processes < 0:
+        raise ValueError(f"processes={processes}: expected at least 0, which is in this process, or None")
     items, on_gpu = list(items), torch.cuda.is_available()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()   # not on macOS
-    count = processes if processes is not None else 0 if on_gpu else min(cores, len(items))
+    count = processes if processes is not None else 0 if on_gpu else cores
     if count == 0 or len(items) <= 1:
         keep_freed_memory()
         threads = torch.get_num_threads()

@@ -21,6 +21,8 @@ def launch(config: TrainConfig, path: str | Path, num_processes: int = 1) -> Run
     With `num_processes` 0 a run of seconds is trained in this process, which spares the start of another.
     ValueError where the folder holds a run with other settings; RuntimeError with the end of its log where it fails.
     """
+    if num_processes < 0:
+        raise ValueError(f"num_processes={num_processes}: expected at least 0, which trains in this process")
     folder, asked = RunFolder(path), RunFolder(path, config.num_steps)
     if not folder.is_past(config):
         folder.prepare(config)

@@ -32,6 +32,14 @@ def test_pieces_come_back_in_order_and_each_had_one_thread(processes, monkeypatc
     assert torch.get_num_threads() == before
 
 
+def test_a_negative_number_of_processes_is_refused(short, tmp_path):
+    with pytest.raises(ValueError, match="processes=-1: expected at least 0"):
+        run_each(threads_and_process, range(2), "pieces", "piece", -1)
+    with pytest.raises(ValueError, match="num_processes=-1: expected at least 0"):
+        launch_each({0: (short, tmp_path / "run")}, -1)
+    assert not (tmp_path / "run").exists()
+
+
 def test_runs_side_by_side_are_the_runs_one_by_one(short, tmp_path, monkeypatch):
     asked = {seed: replace(short, seed=seed) for seed in (0, 1)}
     runs = {seed: (config, tmp_path / f"together-{seed}") for seed, config in asked.items()}
