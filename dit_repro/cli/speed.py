@@ -56,6 +56,7 @@ for _name, _help in {
     "step": "A training step against diffusers' model of the same size.",
     "sampling": "50 guided steps against DiTPipeline.",
     "store": "Reading latents against one file an image, and at ImageNet's size.",
+    "disk": "What the disk reads for a random row of a store that is not in memory.",
     "encode": "The autoencoder over the embedded images.",
     "frechet": "The Frechet distance against scipy's matrix square root.",
     "startup": "How long the command line takes to answer.",

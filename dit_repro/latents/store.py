@@ -7,6 +7,7 @@
 """
 import json
 import math
+import mmap
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from dit_repro.files import sha256
 from dit_repro.latents.autoencoder import Autoencoder
 
 FORMAT, FORMAT_VERSION = "dit-repro latent store", 1
+_CAN_ADVISE = hasattr(mmap, "MADV_WILLNEED")   # not on Windows
 
 
 class LatentStore:
@@ -40,7 +42,7 @@ class LatentStore:
         rows = [shard["rows"] for shard in manifest["shards"]]
         self._ends = np.cumsum(rows)  # a shard may be short of skipped images
         self._starts = self._ends - rows
-        self._shards = []  # bytes of the mapped files, (n, 2, 2C, h, w) each
+        self._shards, first_bytes = [], []  # mapped files, and where in each the rows (n, 2, 2C, h, w) begin
         self._moments_shape = (2 * self.latent_shape[0], *self.latent_shape[1:])  # (2C, h, w)
         moments_shape = (2, *self._moments_shape)
         for shard, n in zip(manifest["shards"], rows):
@@ -52,7 +54,11 @@ class LatentStore:
             if array.shape != (n, *moments_shape) or array.dtype != manifest["dtype"]:
                 raise ValueError(f"latent store {path}: {shard['file']} holds {array.shape} {array.dtype}, "
                                  f"the manifest says {(n, *moments_shape)} {manifest['dtype']}")
-            self._shards.append(memoryview(array.reshape(-1).view(np.uint8)))
+            self._shards.append((array.base, memoryview(array.base)))
+            first_bytes.append(array.offset % mmap.ALLOCATIONGRANULARITY)
+            if _CAN_ADVISE:
+                array.base.madvise(mmap.MADV_RANDOM)   # or each row brings along what the disk's read-ahead is set to
+        self._first_bytes = np.array(first_bytes, np.int64)
         if not len(self.labels) == sum(rows) == manifest["count"]:
             raise ValueError(f"latent store {path}: {len(self.labels)} labels and {sum(rows)} moments, "
                              f"the manifest says {manifest['count']}")
@@ -90,10 +96,15 @@ class LatentStore:
         row = indices - self._starts[shard]
         dtype = np.dtype(self.manifest["dtype"])
         size = dtype.itemsize * math.prod(self._moments_shape)
-        start = (2 * row + flipped) * size
+        start = self._first_bytes[shard] + (2 * row + flipped) * size
+        shards, starts = [self._shards[s] for s in shard.tolist()], start.tolist()
+        if _CAN_ADVISE:   # all rows are asked of the disk before one is waited for
+            within_page = start % mmap.PAGESIZE
+            for (file, _), i, length in zip(shards, (start - within_page).tolist(), (size + within_page).tolist()):
+                file.madvise(mmap.MADV_WILLNEED, i, length)
         # Slices of bytes joined by one copy: a numpy index a row costs three times as much, grouping by shard a time
         # that grows with the shards. torch converts a half faster than numpy.
-        rows = bytearray().join([self._shards[s][i:i + size] for s, i in zip(shard.tolist(), start.tolist())])
+        rows = bytearray().join([view[i:i + size] for (_, view), i in zip(shards, starts)])
         return torch.from_numpy(np.frombuffer(rows, dtype).reshape(-1, *self._moments_shape)).float()
 
     def latents(self, indices, flipped, noise: Tensor) -> Tensor:

@@ -89,7 +89,7 @@ def bench_sampling() -> Iterator[Reading]:
     labels, schedule = list(range(10)), NoiseSchedule.linear()
     with tempfile.TemporaryDirectory() as folder:
         to_diffusers(model, Path(folder) / "pipeline", autoencoder.model)
-        pipeline = DiTPipeline.from_pretrained(Path(folder) / "pipeline")
+        pipeline = DiTPipeline.from_pretrained(Path(folder) / "pipeline", low_cpu_mem_usage=False)
     pipeline.set_progress_bar_config(disable=True)
     times = in_turn({
         "ours": lambda: autoencoder.decode(sample(model, labels, schedule, "50", method="ddim", seeds=labels,
@@ -99,27 +99,27 @@ def bench_sampling() -> Iterator[Reading]:
                   at_least=1.3, note=f"{times['ours']:.2f} s of CPU for 10 images")
 
 
-def write_random_store(folder: Path, rows: int, sparse: bool = False, shard_size: int = 8192) -> LatentStore:
-    """A store of random moments, each the size of an embedded image's; sparse files take no space and read as zero."""
+def write_random_store(folder: Path, rows: int, sparse: bool = False, side: int = 8) -> LatentStore:
+    """A store of random moments, of latents (4, side, side); sparse files take no space and read as zero."""
     folder.mkdir(parents=True)
-    shards = []
+    shards, shard_size = [], 8192
     for start in range(0, rows, shard_size):
         count = min(shard_size, rows - start)
         file = f"shard-{len(shards):05d}.npy"
-        moments = np.lib.format.open_memmap(folder / file, "w+", "float16", (count, 2, 8, 8, 8))
+        moments = np.lib.format.open_memmap(folder / file, "w+", "float16", (count, 2, 8, side, side))
         if not sparse:
             moments[:] = np.random.default_rng(start).standard_normal(moments.shape, dtype=np.float32)
         shards.append({"file": file, "rows": count})
     np.save(folder / "labels.npy", np.arange(rows) % 10)
     manifest = {"format": FORMAT, "format_version": FORMAT_VERSION, "complete": True, "count": rows, "shards": shards,
-                "class_names": [str(i) for i in range(10)], "latent_shape": [4, 8, 8], "scale_factor": 1.0,
+                "class_names": [str(i) for i in range(10)], "latent_shape": [4, side, side], "scale_factor": 1.0,
                 "dtype": "float16"}
     write_json(folder / "manifest.json", manifest)
     return LatentStore.open(folder)
 
 
 def bench_store() -> Iterator[Reading]:
-    """Batches of 128 random rows against one .npy file an image; growth to the size of ImageNet.
+    """Batches of 128 random rows against one .npy file an image; growth to the number of ImageNet's images.
 
     All sides are warm: they read the same 100 batches over and over, 20 in a turn, so that pages are in memory and
     mapped, and code is in the caches. The share of a training step alone is of one batch after a step, cold.
@@ -156,15 +156,46 @@ def bench_store() -> Iterator[Reading]:
                          "step": training_step("DiT-nano/2", 128, 8)["ours"]}, repeats=5)
         yield Reading("reading a batch, share of a nano training step", 100 * times["read"] / times["step"], "%",
                       at_most=2, note=f"{1e3 * times['read']:.2f} ms after a step, cold")
-        small = write_random_store(folder / "small", 20_000, sparse=True)
-        large = write_random_store(folder / "large", 1_280_000, sparse=True)
-        times = in_turn({"small": reader(small.moments, len(small)), "large": reader(large.moments, len(large)),
-                         "part": reader(large.moments, len(small))}, repeats=30)
-        yield Reading("reading 128 of 1,280,000 rows against 128 of 20,000", times["large"] / times["small"], "x",
+        growth = {}
+        for side in (8, 32):   # rows of 1 KB, as the embedded images', and of 16 KB, as ImageNet's at 256 pixels
+            small = write_random_store(folder / f"small-{side}", 20_000, sparse=True, side=side)
+            large = write_random_store(folder / f"large-{side}", 1_280_000, sparse=True, side=side)
+            times = in_turn({"small": reader(small.moments, len(small)), "large": reader(large.moments, len(large)),
+                             "part": reader(large.moments, len(small))}, repeats=30)
+            growth[side] = times["large"] / times["small"], times["part"] / times["small"]
+        yield Reading("reading 128 of 1,280,000 rows of ImageNet's size against 128 of 20,000", growth[32][0], "x",
                       at_most=1.2,
-                      note=f"{50 * times['large']:.3f} ms a batch, warm; 128 of the large store's first 20,000 rows: "
-                           f"{times['part'] / times['small']:.2f}x, so what grows is the processor's way to pages far "
-                           f"apart, not the index")
+                      note=f"{50 * times['large']:.2f} ms a batch, warm; {growth[8][0]:.2f}x for rows of 1 KB, but "
+                           f"{growth[8][1]:.2f}x for the large store's first 20,000, so what grows is the processor's "
+                           f"way to pages far apart, not the index")
+
+
+def bench_disk() -> Iterator[Reading]:
+    """Random rows of ImageNet's size from files that are not in memory: what the disk delivers for a byte asked."""
+    def delivered(read, folder, rows):
+        for file in folder.glob("*.npy"):
+            with open(file, "rb") as handle:
+                os.fsync(handle.fileno())   # only clean pages can be given up
+                os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        before = bytes_read()
+        read(rows, np.zeros(len(rows), bool))
+        return (bytes_read() - before) / (len(rows) * 2 * 8 * 32 * 32)
+
+    def bytes_read():
+        lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+        return int(lines["read_bytes"])
+
+    if not Path("/proc/self/io").exists():
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        store = write_random_store(Path(folder) / "store", 8192, side=32)
+        rows, others = np.random.default_rng(0).permutation(8192)[:128].reshape(2, 64)
+        array = np.load(store.path / "shard-00000.npy", mmap_mode="r")   # (8192, 2, 8, 32, 32), as numpy maps it
+        shares = {"ours": delivered(store.moments, store.path, rows),
+                  "peer": delivered(lambda rows, flipped: array[rows, flipped.astype(int)], store.path, others)}
+        if shares["ours"]:   # else the file system is in memory
+            yield Reading("bytes the disk delivers for a byte of a random row", shares["ours"], "x", at_most=2,
+                          note=f"{shares['peer']:.0f}x where numpy maps the file, read-ahead included")
 
 
 def bench_encode() -> Iterator[Reading]:
@@ -230,5 +261,5 @@ def bench_book() -> Iterator[Reading]:
     yield Reading("the whole book at smoke", seconds, "s", at_most=240, note="wall time")
 
 
-BENCHMARKS = {"step": bench_step, "sampling": bench_sampling, "store": bench_store, "encode": bench_encode,
-              "frechet": bench_frechet, "startup": bench_startup, "book": bench_book}
+BENCHMARKS = {"step": bench_step, "sampling": bench_sampling, "store": bench_store, "disk": bench_disk,
+              "encode": bench_encode, "frechet": bench_frechet, "startup": bench_startup, "book": bench_book}

@@ -86,6 +86,18 @@ def test_random_order_reading_gives_each_row_of_its_own_image(store, source, aut
     assert store.moments([], []).shape == (0, 8, 8, 8)
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="only Linux says how a file is mapped")
+def test_a_row_is_read_without_its_neighbors(store):
+    """Without the flag a random row brings along the disk's read-ahead, 8 to 500 times its own size."""
+    flags, mapping = {}, None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if store.path.name in line:
+            mapping = Path(line.split()[-1]).name
+        elif line.startswith("VmFlags") and mapping:
+            flags[mapping], mapping = line.split()[1:], None
+    assert len(flags) == 3 and all("rr" in shard for shard in flags.values())   # rr: random read advice
+
+
 def test_latents_have_the_mean_and_deviation_of_their_moments(store):
     draws = 4000
     noise = torch.randn(draws, 4, 8, 8, generator=torch.Generator().manual_seed(0))
