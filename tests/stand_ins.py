@@ -1,7 +1,7 @@
 """Stand-ins for what cannot be shipped, laid out as the real thing, so that the real thing meets no new code.
 
 Weights are random and pictures are noise: no number made of them means anything. `python tests/stand_ins.py FOLDER`
-writes all of them and prints the command that runs the book on them at the profile `rehearsal`.
+writes all of them and prints the command that runs the book on them at the profile `paper-rehearsal`.
 """
 import sys
 from contextlib import contextmanager
@@ -110,7 +110,7 @@ def main(folder: str) -> None:
     make_inception(root / "torch")
     made = make_released(root / "DiT-nano-2.pt", "DiT-nano/2", 8)
     print(f"HF_HUB_CACHE={root / 'hub'} TORCH_HOME={root / 'torch'} DIT_REPRO_WORKSPACE={root / 'workspace'} \\\n"
-          f"    dit-repro run --profile rehearsal -p data={root / 'imagenet'} -p official={made}")
+          f"    dit-repro run --profile paper-rehearsal -p data={root / 'imagenet'} -p official={made}")
 
 
 if __name__ == "__main__":

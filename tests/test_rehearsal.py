@@ -7,7 +7,7 @@ import pytest
 from stand_ins import make_hub, make_inception, make_judge, make_sd_vae, make_tree
 
 from dit_repro.book.chapters import PROFILES as BOOK_PROFILES
-from dit_repro.book.chapters import REHEARSAL, chapters
+from dit_repro.book.chapters import REHEARSALS, chapters
 from dit_repro.evaluation import InceptionFeatures, evaluate
 from dit_repro.latents import load_autoencoder
 from dit_repro.latents.autoencoder import RELEASED
@@ -33,7 +33,7 @@ def stand_ins(tmp_path, monkeypatch):
 
 
 def test_the_papers_path_runs_from_jpegs_to_a_score(stand_ins):
-    settings = get_profile("rehearsal", data=stand_ins.data)
+    settings = get_profile("paper-rehearsal", data=stand_ins.data)
     vae = settings.data.autoencoder()
     assert (vae.id, vae.downsampling, vae.latent_channels, vae.scale_factor) == (RELEASED[0], 8, 4, 0.18215)
     store, held_out = (settings.data.store(split, vae) for split in ("train", "test"))
@@ -56,14 +56,23 @@ def test_the_papers_path_runs_from_jpegs_to_a_score(stand_ins):
     assert "distance (stand-in for Inception)" in scores.report() and "FID" not in scores.report()
 
 
-def test_the_rehearsal_takes_its_path_from_paper_and_its_counts_from_smoke():
-    rehearsal, paper, smoke = (PROFILES[name] for name in ("rehearsal", "paper", "smoke"))
-    assert replace(rehearsal.data, resolution=256, limit_per_class=None, stand_ins=False) == paper.data
-    assert (rehearsal.recipe.fid, rehearsal.recipe.processes) == (paper.recipe.fid, paper.recipe.processes)
-    assert rehearsal.divergence.gpus == paper.divergence.gpus > 1
-    assert rehearsal.sweeps.scales == paper.sweeps.scales   # chapter 6 looks some of them up
+@pytest.mark.parametrize("name", ["gpu", "paper"])
+def test_a_rehearsal_takes_its_path_from_its_profile_and_its_counts_from_smoke(name):
+    rehearsal, path, smoke = PROFILES[f"{name}-rehearsal"], PROFILES[name], PROFILES["smoke"]
+    assert replace(rehearsal.data, resolution=256, limit_per_class=None, stand_ins=False) == path.data
+    assert (rehearsal.recipe.fid, rehearsal.recipe.processes) == (path.recipe.fid, path.recipe.processes)
+    assert rehearsal.divergence.gpus == path.divergence.gpus
+    assert rehearsal.sweeps.scales == path.sweeps.scales   # chapter 6 looks some of them up
+    assert rehearsal.scores.reference_split == path.scores.reference_split
+    assert rehearsal.train.precision == path.train.precision == "bf16"
     assert rehearsal.train.num_steps == smoke.train.num_steps
-    assert {*PROFILES} == {*BOOK_PROFILES, REHEARSAL}
+    assert {*PROFILES} == {*BOOK_PROFILES, *REHEARSALS}
+
+
+def test_only_a_rehearsal_on_class_folders_takes_stand_ins_and_two_processes():
+    gpu, paper = (PROFILES[f"{name}-rehearsal"] for name in ("gpu", "paper"))
+    assert (paper.data.stand_ins, paper.data.resolution, paper.divergence.gpus, paper.recipe.fid) == (True, 64, 2, True)
+    assert (gpu.data.stand_ins, gpu.divergence.gpus, gpu.recipe.fid) == (False, 0, False)
 
 
 def test_a_chapter_that_reads_data_can_be_told_where_they_are():

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 PROFILES = ("smoke", "laptop", "gpu", "paper")    # in order of cost; a claim that needs one is met by a later one
-REHEARSAL = "rehearsal"                           # decides no claim: it may be run on stand-ins
+REHEARSALS = ("gpu-rehearsal", "paper-rehearsal")  # they decide no claim
 DATA_PARAMETERS = ("data", "autoencoder")          # where a profile's inputs lie on this machine
 MODEL_PARAMETERS = ("reference", "official", "first_recipe", "clip")   # paths that chapters 7 and 9 score with
 _TYPES = {"int": int, "float": float, "bool": bool, "str": str, "list": list, "dict": dict}
@@ -139,7 +139,7 @@ def cast_parameters(selected: list[Chapter], profile: str, pairs=(), everything=
     A parameter goes to the chapters that declare it. Raises ValueError for an unknown profile, a parameter that no
     selected chapter declares (naming those of `everything` that do), or a value of another type.
     """
-    if profile not in (names := (*PROFILES, REHEARSAL)):
+    if profile not in (names := (*PROFILES, *REHEARSALS)):
         raise ValueError(f"unknown profile {profile!r}; the profiles are {', '.join(names)}")
     values = {chapter.name: {"profile": profile} for chapter in selected}
     valid = sorted({name for chapter in selected for name in chapter.parameters} - {"profile"})

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from dit_repro.book import claims as scores
-from dit_repro.book.chapters import REHEARSAL, Chapter, chapters
+from dit_repro.book.chapters import REHEARSALS, Chapter, chapters
 from dit_repro.book.headline import compose_headline
 from dit_repro.book.lint import notebook_problems, outputs_hash
 from dit_repro.book.provenance import code_hash, digest, portable, sealed
@@ -28,9 +28,9 @@ def harvest(root: Path, run: Path, results_only: bool = False, check: bool = Fal
         status = read_status(run / chapter.name)
         if status["state"] != "ok":
             raise ValueError(f"{chapter.name} did not run to its end in {run}: {status.get('error', status['state'])}")
-        if status["stamp"]["profile"] == REHEARSAL:
-            raise ValueError(f"{run}: a rehearsal is not published, since its numbers may be those of stand-ins; "
-                             "run the profile that it rehearses, paper")
+        if (profile := status["stamp"]["profile"]) in REHEARSALS:
+            raise ValueError(f"{run}: a rehearsal is not published, since its numbers mean nothing; run the profile "
+                             f"that it rehearses, {profile.removesuffix('-rehearsal')}")
         if status["stamp"]["code"] != code_hash(chapter.notebook):
             raise ValueError(f"{chapter.name} has changed since {run.name}; run it again before harvesting")
         for figure in _results(run / chapter.name)["figures"].values():

@@ -22,7 +22,8 @@ from dit_repro.book.chapters import (
 from dit_repro.files import write_json
 
 # Time limit of one cell; None is no limit.
-CELL_SECONDS = {"smoke": 300, "rehearsal": 1800, "laptop": 1800, "gpu": 3600, "paper": None}
+CELL_SECONDS = {"smoke": 300, "laptop": 1800, "gpu": 3600, "paper": None, "gpu-rehearsal": 1800,
+                "paper-rehearsal": 1800}
 
 
 def run_book(root: Path, wanted=(), profile: str = "laptop", overrides=(), timeout: int | None = None,
@@ -130,8 +131,12 @@ def find_run(root: Path, name: str, wanted: dict) -> Path | None:
 
 def read_status(folder: Path) -> dict:
     """status.json of one chapter's run; a run that left none was killed."""
-    path = folder / "status.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"state": "failed", "error": "killed"}
+    try:
+        return json.loads((path := folder / "status.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {"state": "failed", "error": "killed"}
+    except ValueError as error:
+        return {"state": "failed", "error": f"{path} is damaged ({error}); run the chapter again"}
 
 
 def _run_chapter(root: Path, chapter: Chapter, parameters: dict, made_with: dict, folder: Path, cell_seconds,
@@ -278,7 +283,8 @@ def _cells_done(notebook: Path) -> tuple[int, int] | None:
 
 def _last_seconds(root: Path, name: str, profile: str) -> float | None:
     for folder in sorted((root / "_runs").glob(f"*-{profile}*/{name}"), reverse=True):
-        if (status := read_status(folder))["state"] == "ok":
+        status = read_status(folder)
+        if status["state"] == "ok" and status["stamp"]["profile"] == profile:   # not its rehearsal
             return status["seconds"]
     return None
 

@@ -6,7 +6,7 @@ import click
 
 @click.command()
 @click.argument("chapters", nargs=-1)
-@click.option("--profile", default="laptop", help="smoke, laptop, gpu, paper or rehearsal")
+@click.option("--profile", default="laptop", help="smoke, laptop, gpu, paper, gpu-rehearsal or paper-rehearsal")
 @click.option("-p", "parameters", multiple=True, metavar="NAME=VALUE",
               help="set a parameter of the chapters that have it; repeatable")
 @click.option("--timeout", type=int, help="seconds a cell may take, 0 for no limit [default: the profile's]")

@@ -143,7 +143,7 @@ def convert(source, destination, to, weights, autoencoder, class_names, schedule
 
 
 @click.command()
-@click.option("--profile", default="paper", help="smoke, laptop, gpu, paper or rehearsal")
+@click.option("--profile", default="paper", help="smoke, laptop, gpu, paper, gpu-rehearsal or paper-rehearsal")
 @click.option("-o", "overrides", multiple=True, metavar="KEY=VALUE",
               help="Change one training setting, such as model=DiT-XL/2; may be repeated.")
 @click.option("--gpu", default="h100", help="a100, h100, h200, l40s or rtx4090")

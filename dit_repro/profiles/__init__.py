@@ -1,9 +1,10 @@
-"""Every number of every experiment, at four scales, with what to expect beside it, and a rehearsal of the largest.
+"""Every number of every experiment, at four scales, with what to expect beside it, and rehearsals of the larger two.
 
 `smoke` only shows that each cell runs. `laptop` is what the published pages show: every phenomenon, measured on two CPU
 cores; its numbers are the defaults in experiments.py. `gpu` is one GPU before the paper's run is paid for. `paper` is
-the replication itself. `rehearsal` is paper's code path with smoke's counts: class folders, an SD-VAE, Inception, two
-processes a run, at 64 pixels. Run it before you pay for paper; its numbers mean nothing and are not published.
+the replication itself. `gpu-rehearsal` and `paper-rehearsal` are their code paths with smoke's counts: half precision,
+compiled where there is a GPU; for paper class folders at 64 pixels, an SD-VAE, Inception, two processes a run. Run them
+before you pay for the whole; their numbers mean nothing and are not published.
 """
 import hashlib
 from dataclasses import dataclass, field, replace
@@ -100,7 +101,7 @@ PROFILES = {
         lab=Lab(batch_size=8, fault_stride=7, clean_draws=1, zero_images=192)),
     "laptop": Profile("laptop", Data(), LAPTOP_RUN),
     "gpu": Profile(
-        "gpu", Data(),
+        "gpu", Data(resolution=256),   # of class folders, where they are given
         TrainConfig(latents="", model="DiT-S/2", num_steps=5_000, ema_decay=0.999, precision="bf16", compile=True,
                     log_every=50, checkpoint_every=500, archive_every=500),
         construction=Construction(num_steps=1_000, batch_size=256),
@@ -153,22 +154,30 @@ PROFILES = {
 }
 
 
-def _rehearsal(counts: Profile, path: Profile) -> Profile:
+def _rehearsal(path: Profile, counts: Profile) -> Profile:
     """`path` with the numbers of `counts`: what decides which code runs is the one's, how long it runs the other's."""
-    return replace(
-        counts, name="rehearsal", data=replace(path.data, resolution=64, limit_per_class=2, stand_ins=True),
-        train=replace(counts.train, precision=path.train.precision),   # not compiled: a CPU takes minutes for that
-        latents=replace(counts.latents, probe_images=32, timing_batch=8, leak_batches=2, leak_batch_size=2),
+    compiled = DEVICE == "cuda"   # a CPU takes minutes for it
+    rehearsal = replace(
+        counts, name=f"{path.name}-rehearsal",
+        data=replace(path.data, limit_per_class=counts.data.limit_per_class),
+        train=replace(counts.train, precision=path.train.precision, compile=path.train.compile and compiled),
+        speed=replace(counts.speed, compile=path.speed.compile and compiled),
         divergence=replace(counts.divergence, gpus=path.divergence.gpus, full_model=counts.train.model, full_steps=4,
                            full_batch_size=8, full_checkpoint_every=2),
         sweeps=replace(counts.sweeps, scales=path.sweeps.scales),
-        scores=replace(counts.scores, reference_split=path.scores.reference_split, real_images=80, counts=(10, 20, 40),
-                       few=20, many=40, samples=40, samples_a_row=20, doctor_images=80, command_images=40),
-        recipe=replace(counts.recipe, processes=path.recipe.processes, fid=path.recipe.fid, flagship=counts.train.model,
-                       fid_images=(20, 10)))
+        scores=replace(counts.scores, reference_split=path.scores.reference_split),
+        recipe=replace(counts.recipe, processes=path.recipe.processes, fid=path.recipe.fid,
+                       flagship=counts.train.model, fid_images=(20, 10)))
+    if path.data.is_fashion_mnist:
+        return rehearsal
+    return replace(   # Inception sees five images a second on a CPU
+        rehearsal, data=replace(rehearsal.data, resolution=64, limit_per_class=2, stand_ins=True),
+        latents=replace(rehearsal.latents, probe_images=32, timing_batch=8, leak_batches=2, leak_batch_size=2),
+        scores=replace(rehearsal.scores, real_images=80, counts=(10, 20, 40), few=20, many=40, samples=40,
+                       samples_a_row=20, doctor_images=80, command_images=40))
 
 
-PROFILES["rehearsal"] = _rehearsal(PROFILES["smoke"], PROFILES["paper"])
+PROFILES |= {f"{name}-rehearsal": _rehearsal(PROFILES[name], PROFILES["smoke"]) for name in ("gpu", "paper")}
 
 
 def get_profile(name: str, data: str = "", autoencoder: str = "") -> Profile:

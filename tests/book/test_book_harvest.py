@@ -71,6 +71,18 @@ def test_a_run_without_one_of_its_pictures_is_refused_before_the_old_one_goes(go
     assert (good_book / "figures" / "level.png").is_file()
 
 
+def test_the_record_of_a_run_decides_whether_it_is_harvested(good_book, executed):
+    shutil.copytree(sorted((executed / "_runs").iterdir())[2] / "01_good", good_book / "bad" / "01_good")
+    record = good_book / "bad" / "01_good" / "status.json"
+    whole = record.read_text()
+    record.write_text(whole.replace('"profile": "smoke"', '"profile": "gpu-rehearsal"', 1))
+    with pytest.raises(ValueError, match=r"a rehearsal is not published.*that it rehearses, gpu$"):
+        harvest(good_book, good_book / "bad")
+    record.write_text(whole[:-20])
+    with pytest.raises(ValueError, match=r"status\.json is damaged .*run the chapter again"):
+        harvest(good_book, good_book / "bad")
+
+
 def test_prose_may_change_after_the_run_without_making_outputs_stale(good_book, executed):
     source = good_book / "book" / "01_good.py"
     source.write_text(source.read_text().replace("A question?", "A better question?"))

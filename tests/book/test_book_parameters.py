@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from dit_repro.book.chapters import PROFILES, REHEARSAL, Parameter, cast_parameters, chapters, select_chapters
+from dit_repro.book.chapters import PROFILES, REHEARSALS, Parameter, cast_parameters, chapters, select_chapters
 from dit_repro.book.run import _locate_data, run_book
 
 
@@ -21,7 +21,7 @@ def book_of_two(book):
 
 def test_the_book_and_the_experiments_name_the_same_profiles():
     from dit_repro.profiles import PROFILES as experiments
-    assert tuple(experiments) == (*PROFILES, REHEARSAL)
+    assert tuple(experiments) == (*PROFILES, *REHEARSALS)
 
 
 @pytest.mark.parametrize("annotation, text, value", [
