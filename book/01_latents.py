@@ -279,6 +279,13 @@ run.say("""Each batch costs **{leak_megabytes_per_batch:.0f} MB** with its graph
 #
 # Nothing refuses: another autoencoder has another hash, and so another store in the workspace. Opening *this* store with it is what fails, with both names in the message. Without that check the latents would load, train to a reasonable loss, and decode to noise.
 # </details>
+#
+# **Exercise.** ImageNet's latents may not fit into memory, and training reads them in random order. The kernel reads a mapped file with the neighbors of what is asked for, as far as the disk's read-ahead goes (on Linux `cat /sys/block/*/queue/read_ahead_kb`). From that, predict how many bytes the disk delivers for each byte of a row of 16 KB, then run `dit-repro bench disk`.
+#
+# <details><summary>Answer</summary>
+#
+# For numpy's mapping of a file, read-ahead over row size, as long as the windows do not overlap; the benchmark's file is only 256 times as large as what is asked of it. The store declares its access to be random and asks for all rows of a batch before it waits for the first. What remains is the edge: a row that does not begin with a page touches five pages of 4 KB where four would hold it.
+# </details>
 
 # %% [markdown]
 # ## Two released decoders
