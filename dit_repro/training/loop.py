@@ -84,6 +84,7 @@ class Trainer:
             if last or stopping or state.step % config.checkpoint_every == 0:
                 self._save()
             if stopping and not last:
+                self.ranks.wait()   # for the main one's save
                 batches.close()
                 return "interrupted"
         return "finished"
@@ -173,6 +174,7 @@ class Trainer:
         if self.ranks.is_main:
             path = checkpoint_path(self.folder.checkpoint_folder, "alarm", state.step)
             write_checkpoint(path, tensors, self._scalars())
+        self.ranks.wait()
         archives = [step for step in steps if config.archive_every and step % config.archive_every == 0]
         if config.on_alarm != "rollback" or not archives or state.retry == MAX_ROLLBACKS:
             tried = {"rollback": f" after {state.retry} roll-backs" if archives else " with no archive to return to"}

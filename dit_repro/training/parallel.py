@@ -36,6 +36,10 @@ class Ranks:
         """Whether any rank says yes. It travels between CPUs, so no device waits for it."""
         return bool(self.sum(torch.tensor(int(flag))))
 
+    def wait(self) -> None:
+        """Until every rank is here: of one that leaves with an error code a scheduler may end the others at once."""
+        self.any(False)
+
     def from_main(self, value):
         """The main rank's value, on every rank."""
         values = [value]
