@@ -52,13 +52,19 @@ def made(tmp_path_factory):
     np.savez(root / "no images.npz", other=np.zeros(3))
     (root / "broken.npz").write_bytes(b"PK not a zip")
 
-    for name in ("truncated", "old", "relabelled"):
+    Image.new("1", (20_000, 20_000)).save(picture(root / "huge/a/0.png"))
+    for name in ("truncated", "old", "relabelled", "nan"):
         shutil.copytree(root / "store", root / name)
     shard = next((root / "truncated").glob("*moments*"), None) or sorted((root / "truncated").iterdir())[-1]
     shard.write_bytes(shard.read_bytes()[:-64])
     manifest = json.loads((root / "old/manifest.json").read_text())
     (root / "old/manifest.json").write_text(json.dumps({**manifest, "format_version": 0, "version": 0, "format": 0}))
     np.save(root / "relabelled/labels.npy", np.full(8, 7))
+    moments = np.load(root / "nan/shard-00000.npy")
+    moments[3] = np.nan
+    np.save(root / "nan/shard-00000.npy", moments)
+    for name in ("relabelled", "nan"):
+        (root / f"{name}.json").write_text(json.dumps({**RUN, "latents": str(root / name)}))
     shutil.copytree(root / "run", root / "damaged")
     for checkpoint in (root / "damaged/checkpoints").glob("*.safetensors"):
         checkpoint.write_bytes(checkpoint.read_bytes()[:-9])
@@ -73,6 +79,8 @@ WRONG = [  # arguments with {} for the folder above; what the message must say
     ("encode {}/out --images {}/note.txt", "note.txt"),
     ("encode {}/out --images {}/zero --resolution 32 --autoencoder embedded", "0.png"),
     ("encode {}/out --images {}/torn --resolution 32 --autoencoder embedded", "1.png"),
+    ("encode {}/out --images {}/huge --resolution 32 --autoencoder embedded", "0.png"),
+    ("encode {}/note.txt --images {}/pictures --resolution 32 --autoencoder embedded", "note.txt"),
     ("encode {}/out --images {}/flat --autoencoder embedded", "class folder"),
     ("encode {}/out --images {}/empty --autoencoder embedded", "class folder"),
     ("encode {}/out --images {}/empty_class --autoencoder embedded", "no image"),
@@ -88,6 +96,8 @@ WRONG = [  # arguments with {} for the folder above; what the message must say
     ("train {}/new --config {}/not_json", "not JSON"),
     ("train {}/new --config {}/unknown.json", "learning_rat"),
     ("train {}/new --config {}/nowhere.json", "nosuch"),
+    ("train {}/new --config {}/relabelled.json", "labels from 7 to 7"),
+    ("train {}/new --config {}/nan.json -o global_batch_size=64", "moments of image 3 are not finite"),
     ("train {}/new --config {}/run.json -o model=DiT-Z/2", "DiT-Z/2"),
     ("train {}/new --config {}/run.json -o num_classes=3", "num_classes"),
     ("train {}/new --config {}/run.json -o input_size=16", "input_size"),
@@ -109,6 +119,7 @@ WRONG = [  # arguments with {} for the folder above; what the message must say
     ("sample {}/run {}/out --steps 5000", "5000"),
     ("sample {}/run {}/out --steps few", "few"),
     ("sample {}/run {}/out --guidance nan", "nan"),
+    ("sample {}/run {}/out --guidance -1", "at least 0"),
     ("sample {}/run {}/out --autoencoder {}/nosuch", "nosuch"),
     ("sample {}/damaged {}/out", "damaged"),
     ("fid score {}/nosuch --reference {}/pictures --features classifier", "nosuch"),
@@ -131,6 +142,8 @@ WRONG = [  # arguments with {} for the folder above; what the message must say
     ("run 01 -p nosuch=1", "nosuch"),
     ("run 03 -p num_steps=many", "num_steps"),
     ("run 01 -p data={}/nosuch", "nosuch"),
+    ("run 01 --data {}/nosuch", "nosuch"),
+    ("run 01 --autoencoder {}/nosuch", "nosuch"),
     ("harvest {}/nosuch", "nosuch"),
     ("stability check {}/nosuch", "nosuch"),
     ("stability capture {}/run --step 9", "9"),

@@ -51,12 +51,12 @@ def sample(run_folder, out, classes, per_class, step, weights, steps, guidance, 
     if changed := [f"{name} {held[name]} is now {settings[name]}" for name in settings if held[name] != settings[name]]:
         raise ValueError(f"{out} holds pictures drawn under other settings ({', '.join(changed)}): use another folder")
     model = run.load_model(step, ema=weights == "ema").to(DEVICE)
-    write_json(note, settings)
     for first in range(0, len(missing), batch_size):
         part = missing[first:first + batch_size]
         latents = draw(model, [store.class_names.index(name) for name, _, _ in part],
                        config.noise_schedule(), steps, seeds=[seed for _, seed, _ in part],
                        guidance=Guidance(guidance), batch_size=batch_size)
+        write_json(note, settings)   # once they have proved to be valid, and before the first picture
         for image, (_, _, path) in zip(decoder.decode(latents), part):
             with atomic_write(path, "wb") as file:
                 Image.fromarray(image.permute(1, 2, 0).numpy()).save(file, "PNG")

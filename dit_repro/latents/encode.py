@@ -39,8 +39,8 @@ def encode_to_store(source: ImageSource, autoencoder: Autoencoder, path: str | P
             "latent_shape": [autoencoder.latent_channels, size, size], "shard_size": shard_size,
             "class_names": list(source.class_names)}
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if (path / "manifest.json").exists():
-        manifest = read_manifest(path)
+    manifest = read_manifest(path) if (path / "manifest.json").exists() else plan
+    if manifest["complete"] or any(path.glob("shard-*.json")):   # else nothing would be lost: a first try that failed
         refuse_mismatch(path, manifest, asked)
         if manifest["complete"]:
             return LatentStore(path, manifest)
@@ -123,7 +123,10 @@ def _finished(path: Path, number: int, made_by: list) -> dict | None:
     file = path / f"shard-{number:05d}.json"
     if not file.exists() or not file.with_suffix(".npy").exists():
         return None
-    record = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:   # damaged: what cannot be read vouches for nothing
+        return None
     return record if record["made_by"] == made_by else None
 
 

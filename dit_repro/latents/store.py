@@ -62,6 +62,10 @@ class LatentStore:
         if not len(self.labels) == sum(rows) == manifest["count"]:
             raise ValueError(f"latent store {path}: {len(self.labels)} labels and {sum(rows)} moments, "
                              f"the manifest says {manifest['count']}")
+        if len(self.labels) and not 0 <= self.labels.min() <= self.labels.max() < self.num_classes:
+            raise ValueError(f"latent store {path}: labels from {self.labels.min()} to {self.labels.max()}, its "
+                             f"{self.num_classes} classes are 0 to {self.num_classes - 1}. labels.npy has changed "
+                             "since encoding: delete it and manifest.json, and encode again: whole shards are kept.")
 
     @classmethod
     def open(cls, path: str | Path, autoencoder: Autoencoder | None = None,
@@ -112,7 +116,12 @@ class LatentStore:
         mean, logvar = self.moments(indices, flipped).chunk(2, 1)
         if noise.shape != mean.shape:  # a broadcast noise would be shared by all images
             raise ValueError(f"noise of shape {tuple(noise.shape)}, expected {tuple(mean.shape)}")
-        return (mean + (logvar / 2).exp() * noise) * self.scale_factor
+        latents = (mean + (logvar / 2).exp() * noise) * self.scale_factor
+        if not (finite := latents.flatten(1).isfinite().all(1)).all():
+            first = int(np.asarray(indices)[~finite][0])
+            raise ValueError(f"latent store {self.path}: moments of image {first} are not finite; "
+                             "`dit-repro latents verify` names files that changed since encoding")
+        return latents
 
     def verify(self) -> None:
         """Read every file and compare its checksum with the manifest; ValueError names those that differ."""

@@ -75,10 +75,15 @@ class RunFolder:
     def status(self) -> dict:
         """state, step, num_steps, steps_per_second and perhaps reason.
 
-        The state is running, finished, interrupted (run it again), failed or diverged; "new" before the first step.
+        The state is running, finished, interrupted (run it again), failed or diverged; "new" before the first step,
+        "damaged" where status.json cannot be read, which a resumed run writes again.
         """
-        file = self.path / "status.json"
-        status = json.loads(file.read_text()) if file.is_file() else {"state": "new", "step": 0}
+        try:
+            status = json.loads((self.path / "status.json").read_text())
+        except FileNotFoundError:
+            status = {"state": "new", "step": 0}
+        except ValueError:
+            status = {"state": "damaged", "step": 0}
         if status["state"] == "running" and not self.is_locked():
             status["state"] = "interrupted"   # its process was killed
         return status

@@ -286,12 +286,27 @@ def test_complete_store_of_other_images_or_dtype_is_refused_and_untouched(store,
     assert contents(store.path) == before
 
 
-def test_unfinished_store_keeps_its_shard_size(source, autoencoder, tmp_path, monkeypatch):
-    monkeypatch.setattr(type(autoencoder), "encode", lambda self, images: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        encode_to_store(source, autoencoder, tmp_path, shard_size=20)
+def test_unfinished_store_keeps_its_shard_size_and_one_without_a_shard_keeps_nothing(
+        source, autoencoder, tmp_path, monkeypatch):
+    encode, images_before_failing = type(autoencoder).encode, 0
+
+    def failing(self, images):
+        nonlocal images_before_failing
+        images_before_failing -= len(images)
+        return encode(self, images) if images_before_failing >= 0 else 1 / 0
+
+    monkeypatch.setattr(type(autoencoder), "encode", failing)
+    for shard_size, images in ((10, 0), (20, 50)):   # the second try is by another plan
+        images_before_failing = images
+        with pytest.raises(ZeroDivisionError):
+            encode_to_store(source, autoencoder, tmp_path, shard_size=shard_size)
+    assert [path.name for path in tmp_path.glob("shard-*.json")] == ["shard-00000.json"]
     with pytest.raises(ValueError, match="made with shard_size 20, asked for 10"):
         encode_to_store(source, autoencoder, tmp_path, shard_size=10)
+    (tmp_path / "shard-00000.json").write_text("{")   # damaged, so that the shard is encoded once more
+    images_before_failing = 1_000
+    assert len(encode_to_store(source, autoencoder, tmp_path, shard_size=20)) == 50
+    assert images_before_failing == 1_000 - 2 * 50
 
 
 def test_unknown_format_version_and_broken_manifest_are_refused(store, tmp_path):
