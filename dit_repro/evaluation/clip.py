@@ -70,5 +70,4 @@ def describe_classes(class_names: Sequence[str]) -> list[str]:
             return f"{short[name]} ({imagenet.label_name_to_description(name, detailed=True).split(': ', 1)[1]})"
         return short.get(name, name.split(",")[0].strip())   # synonyms follow a comma
 
-    names = [spelled_out(name) for name in class_names]
-    return [f"a photo of {'an' if name[:1].lower() in [*'aeiou'] else 'a'} {name}" for name in names]
+    return [f"a photo of a {spelled_out(name)}" for name in class_names]   # CLIP's own template knows no "an"

@@ -149,7 +149,7 @@ class TimmFeatures(FeatureExtractor):
                                              img_size=self.size)
         else:
             self.network = timm.create_model(name, pretrained=True, pretrained_cfg_overlay={"file": str(path)})
-        self.columns = None if class_names is None else _imagenet_columns(class_names, config.num_classes, name)
+        self.columns = None if class_names is None else imagenet_columns(class_names, name)
         for key, values in (("mean", config.mean), ("std", config.std)):
             self.register_buffer(key, torch.tensor(values).view(1, 3, 1, 1) * 255)
 
@@ -166,11 +166,12 @@ class TimmFeatures(FeatureExtractor):
         return Features(pool, spatial.flatten(1), logits if self.columns is None else logits[:, self.columns])
 
 
-def _imagenet_columns(class_names: Sequence[str], num_classes: int, name: str) -> list[int]:
+def imagenet_columns(class_names: Sequence[str], name: str) -> list[int]:
     """The logit of each class of the data: timm's ImageNet-1k networks have them in the order of sorted wnids."""
+    import timm
     from timm.data import ImageNetInfo
     known = {wnid: index for index, wnid in enumerate(ImageNetInfo("imagenet-1k").label_names())}
-    if num_classes != len(known):
+    if (num_classes := timm.get_pretrained_cfg(name).num_classes) != len(known):
         raise ValueError(f"{name} has {num_classes} classes, expected the {len(known)} of ImageNet-1k: take one whose "
                          "name ends in _in1k")
     if unknown := [class_name for class_name in class_names if class_name not in known]:

@@ -109,7 +109,7 @@ def _hull(x: np.ndarray, y: np.ndarray, convex: bool) -> np.ndarray:
 def check_labels(labels, count: int) -> Tensor:
     """Labels (count,) as a tensor; ValueError for another shape, or where they are not whole numbers."""
     labels = torch.as_tensor(labels)
-    if labels.shape != (count,) or labels.is_floating_point() or labels.is_complex():
+    if labels.shape != (count,) or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise ValueError(f"labels of shape {tuple(labels.shape)}, {labels.dtype}: expected ({count},) integers, "
                          "one for each image")
     return labels
@@ -133,6 +133,8 @@ def class_frechet(features, labels, reference, reference_labels, class_names: Se
     """
     x, y = check_features(features, "features"), check_features(reference, "reference features")
     labels, reference_labels = check_labels(labels, len(x)), check_labels(reference_labels, len(y))
+    if class_names and not 0 <= labels.min() <= labels.max() < len(class_names):
+        raise ValueError(f"labels from {labels.min()} to {labels.max()} and {len(class_names)} class names")
     generator, rows = torch.Generator().manual_seed(seed), []
     for label in measurable_classes(labels, reference_labels):
         generated, real = (z[own == label] for z, own in ((x, labels), (y, reference_labels)))

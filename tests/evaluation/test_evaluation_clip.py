@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     return path
 
 
-PROMPTS = ["a photo of a bag", "a photo of an ankle boot", "a photo of a tench"]
+PROMPTS = ["a photo of a bag", "a photo of a ankle boot", "a photo of a tench"]
 
 
 def draw_images(count=3, size=28):
@@ -100,7 +100,7 @@ def test_a_folder_that_lacks_weights_is_refused(folder, tmp_path):
 
 def test_classes_become_prompts():
     assert describe_classes(["Bag", "Ankle boot", " dog, puppy", "n01440764"]) == [
-        "a photo of a Bag", "a photo of an Ankle boot", "a photo of a dog", "a photo of a tench"]
+        "a photo of a Bag", "a photo of a Ankle boot", "a photo of a dog", "a photo of a tench"]
 
 
 def test_no_two_classes_of_imagenet_share_a_prompt():

@@ -154,9 +154,12 @@ def test_a_class_without_enough_images_is_left_out():
 
 def test_labels_that_do_not_fit_are_refused():
     features, labels = classes(10, 0)
-    for some, others in ((labels[1:], labels), (labels, labels.double()), (labels[:, None], labels)):
+    for some, others in ((labels[1:], labels), (labels, labels.double()), (labels[:, None], labels),
+                         (labels > 1, labels)):
         with pytest.raises(ValueError, match=r"expected \(40,\) integers, one for each image"):
             class_frechet(features, some, features, others)
+    with pytest.raises(ValueError, match="labels from 0 to 3 and 3 class names"):
+        class_frechet(features, labels, features, labels, ("a", "b", "c"))
 
 
 def test_few_images_of_many_features_have_the_distance_of_their_statistics():
