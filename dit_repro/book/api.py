@@ -19,7 +19,8 @@ def api_page(package: Path) -> str:
     for room in ROOMS:
         tree = _parse(package / room / "__init__.py")
         parts.append(f"## dit_repro.{room}\n\n{ast.get_docstring(tree) or ''}\n")
-        parts += [_entry(name, node) for name, node in _public(package, room, tree)]
+        parts += [f"{_entry(name, node, file)}\n*In `{file.relative_to(package.parent).as_posix()}`.*\n"
+                  for name, node, file in _public(package, room, tree)]
     return "\n".join(parts)
 
 
@@ -28,27 +29,37 @@ def _parse(file: Path) -> ast.Module:
 
 
 def _public(package: Path, room: str, tree: ast.Module):
-    """The names of `__all__` with the nodes that define them, classes and functions only, in alphabetical order."""
+    """The names of `__all__` in alphabetical order, each with the node that defines it and that node's file."""
     listed = next((ast.literal_eval(node.value) for node in tree.body
                    if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"), [])
     for name in sorted(listed, key=str.lower):
-        module = next((node for node in tree.body if isinstance(node, ast.ImportFrom)
-                       and name in [alias.name for alias in node.names]), None)
-        if module is None:
-            source = tree
-        else:
-            path = module.module if not module.level else f"dit_repro.{room}.{module.module}"
-            source = _parse(package.joinpath(*path.split(".")[1:]).with_suffix(".py"))
-        node = next((node for node in source.body if getattr(node, "name", None) == name), None)
-        if node is not None:
-            yield name, node
+        yield name, *_definition(package, package / room / "__init__.py", name)
+
+
+def _definition(package: Path, file: Path, name: str) -> tuple[ast.stmt, Path]:
+    """The node that defines a name, found by following imports from `file`, and its file."""
+    for node in _parse(file).body:
+        assigned = [getattr(target, "id", None) for target in getattr(node, "targets", ())]
+        if name in (getattr(node, "name", None), *assigned):
+            return node, file
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            start = file.parent if node.level else package.parent
+            module = start.joinpath(*node.module.split("."))
+            return _definition(package, module / "__init__.py" if module.is_dir() else module.with_suffix(".py"), name)
+    raise ValueError(f"{file} lists {name} and does not define it")
 
 
 def _arguments(method: ast.FunctionDef) -> str:
     return re.sub(r"^(self|cls)(, )?", "", ast.unparse(method.args))
 
 
-def _entry(name: str, node) -> str:
+def _entry(name: str, node: ast.stmt, file: Path) -> str:
+    if isinstance(node, ast.Assign):
+        line = file.read_text(encoding="utf-8").splitlines()[node.lineno - 1]
+        code, _, comment = line.partition("  # ")
+        if isinstance(node.value, ast.Dict):
+            code = f"{name} = {{{', '.join(f'{ast.unparse(key)}: ...' for key in node.value.keys)}}}"
+        return f"### {name}\n\n```python\n{code.rstrip()}\n```\n\n{comment.strip()}\n"
     text = ast.get_docstring(node) or ""
     if isinstance(node, ast.ClassDef):
         fields = [ast.unparse(part) for part in node.body if isinstance(part, ast.AnnAssign)
