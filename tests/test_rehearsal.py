@@ -32,6 +32,15 @@ def stand_ins(tmp_path, monkeypatch):
     return SimpleNamespace(data=str(make_tree(tmp_path / "imagenet", classes=20, train=3)))
 
 
+def test_class_folders_that_cannot_be_judged_or_encoded_are_refused_at_once(stand_ins):
+    with pytest.raises(ValueError, match="the embedded autoencoder was trained on grey clothes"):
+        get_profile("gpu", data=stand_ins.data).data.autoencoder()
+    for split in ("train", "val"):
+        (Path(stand_ins.data) / split / "n01440764").rename(Path(stand_ins.data) / split / "moss")
+    with pytest.raises(ValueError, match=r"class folder 'moss'.*whose folders are named as n01440764"):
+        get_profile("paper-rehearsal", data=stand_ins.data).data.autoencoder()
+
+
 def test_the_papers_path_runs_from_jpegs_to_a_score(stand_ins):
     settings = get_profile("paper-rehearsal", data=stand_ins.data)
     vae = settings.data.autoencoder()

@@ -7,19 +7,22 @@ import click
 @click.command()
 @click.argument("chapters", nargs=-1)
 @click.option("--profile", default="laptop", help="smoke, laptop, gpu, paper, gpu-rehearsal or paper-rehearsal")
+@click.option("--data", metavar="FOLDER", help="where the images are; the same as -p data=FOLDER")
+@click.option("--autoencoder", metavar="NAME", help="a name or a folder; the same as -p autoencoder=NAME")
 @click.option("-p", "parameters", multiple=True, metavar="NAME=VALUE",
               help="set a parameter of the chapters that have it; repeatable")
 @click.option("--timeout", type=int, help="seconds a cell may take, 0 for no limit [default: the profile's]")
 @click.option("--fresh", is_flag=True, help="run chapters again whose code and settings have not changed")
 @click.option("--build/--no-build", default=True, help="build the pages at the end")
-def run(chapters, profile, parameters, timeout, fresh, build):
+def run(chapters, profile, data, autoencoder, parameters, timeout, fresh, build):
     """Run CHAPTERS (all without any; "03" is enough) and build the pages that show what was run."""
     from dit_repro.book.pages import build_pages
     from dit_repro.book.run import run_book
     from dit_repro.files import project_root
 
+    given = [f"{name}={value}" for name, value in (("data", data), ("autoencoder", autoencoder)) if value]
     try:
-        folder = run_book(project_root(), chapters, profile, parameters, timeout, fresh, click.echo)
+        folder = run_book(project_root(), chapters, profile, [*given, *parameters], timeout, fresh, click.echo)
     except KeyboardInterrupt as stopped:
         click.echo(f"dit-repro: {stopped}", err=True)
         sys.exit(130)

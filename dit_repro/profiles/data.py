@@ -3,7 +3,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dit_repro.evaluation import FeatureExtractor, InceptionFeatures, TimmFeatures, load_classifier
-from dit_repro.evaluation.features import INCEPTION_SHA256, find_inception_weights, find_timm_weights
+from dit_repro.evaluation.features import (
+    INCEPTION_SHA256,
+    find_inception_weights,
+    find_timm_weights,
+    imagenet_columns,
+)
 from dit_repro.files import workspace
 from dit_repro.latents import Autoencoder, ImageSource, LatentStore, encode_to_store, load_autoencoder
 from dit_repro.latents.images import IDX_STEMS, first_of_each_class
@@ -51,8 +56,12 @@ class Data:
     def autoencoder(self) -> Autoencoder:
         """Called first by every chapter that reads data, so that what is missing is known before hours are spent.
 
-        FileNotFoundError lists all of it: autoencoder, images, and the weights of judge and Inception.
+        FileNotFoundError lists all of it: autoencoder, images, and the weights of judge and Inception. ValueError for
+        class folders that the judge does not know, or with the embedded autoencoder, which knows grey clothes alone.
         """
+        if self.autoencoder_name == "embedded" and not self.is_fashion_mnist:
+            raise ValueError(f"data={self.path}: the embedded autoencoder was trained on grey clothes of 32 pixels; "
+                             "for class folders name another, as -p autoencoder=stabilityai/sd-vae-ft-ema")
         found, missing = [], []
         looks = [lambda: load_autoencoder(self.autoencoder_name, DEVICE)]
         if not self.is_fashion_mnist:
@@ -65,7 +74,13 @@ class Data:
                 missing.append(str(error))
         if missing:
             raise FileNotFoundError("\n".join([f"{len(missing)} inputs are missing:", *missing]))
+        if not self.is_fashion_mnist:
+            imagenet_columns(self._class_folders, self.judge_name)
         return found[0]
+
+    @property
+    def _class_folders(self) -> list[str]:
+        return sorted(path.name for path in self._tree("train").glob("[!.]*") if path.is_dir())
 
     @property
     def _judge_weights(self) -> Path:
@@ -78,8 +93,7 @@ class Data:
         """
         if self.is_fashion_mnist:
             return load_classifier().to(DEVICE)
-        wnids = sorted(path.name for path in self._tree("train").glob("[!.]*") if path.is_dir())
-        return TimmFeatures(self._judge_weights, self.judge_name, class_names=wnids).to(DEVICE)
+        return TimmFeatures(self._judge_weights, self.judge_name, class_names=self._class_folders).to(DEVICE)
 
     def features(self) -> FeatureExtractor:
         """What Frechet distances are measured in: Inception, so that they are FIDs, or the small classifier."""
