@@ -39,7 +39,7 @@ class Speed:
     """Chapter 4. Latents are random, so no data is read. A triple is a model, images a step, and the latents' side."""
     ladders: tuple = (("DiT-nano/2", 64, 8),)
     alone: bool = True                  # each rung also by itself
-    compile: bool = False               # on a CPU it takes minutes a rung
+    compile: bool = True                # half of the chapter's time on a CPU, and needs a C++ compiler
     repeats: int = 5                    # rounds over all rungs; at least 5 for a number to be quoted
     long: tuple = ("DiT-nano/2", 4, 32)  # 256 tokens, where attention is compared once more
     profiled: tuple = ("DiT-nano/2", 128, 8)

@@ -5,6 +5,7 @@ by itself on the baseline. "variant": what replaces a part of the last cumulativ
 """
 import copy
 import gc
+import logging
 import statistics
 import time
 from contextlib import contextmanager, nullcontext
@@ -233,6 +234,7 @@ def run_ladder(model_name: str, batch_size: int, device: str | torch.device, *, 
     """
     start, device = time.monotonic(), torch.device(device)
     compile = device.type == "cuda" if compile is None else compile
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)   # compiling for a CPU, it warns of no GPU
     torch._dynamo.reset()   # graphs of an earlier ladder count against the limit of recompilations
     gc.collect()            # and its weights wait in reference cycles
     bench = Bench(model_name, batch_size, device, input_size)
