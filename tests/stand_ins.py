@@ -110,7 +110,7 @@ def main(folder: str) -> None:
     make_inception(root / "torch")
     made = make_released(root / "DiT-nano-2.pt", "DiT-nano/2", 8)
     print(f"HF_HUB_CACHE={root / 'hub'} TORCH_HOME={root / 'torch'} DIT_REPRO_WORKSPACE={root / 'workspace'} \\\n"
-          f"    dit-repro run --profile paper-rehearsal -p data={root / 'imagenet'} -p official={made}")
+          f"    dit-repro run --profile paper-rehearsal --data {root / 'imagenet'} -p official={made}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ def train(run_folder, config_file, overrides):
     """Train the run in RUN_FOLDER, or go on with it. Works under torchrun.
 
     SIGTERM, SIGUSR1 and Ctrl-C finish the step, save and exit with code 85: the same command goes on from there.
+    torchrun itself exits with 1, and passes SIGUSR1 on only with --signals-to-handle.
     """
     import os
     from pathlib import Path
