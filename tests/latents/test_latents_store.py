@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +163,18 @@ def test_encoding_killed_in_the_middle_resumes_to_the_same_bytes_without_encodin
     encode_to_store(source, autoencoder, tmp_path, batch_size=8, shard_size=20)
     assert sum(seen) == 2 * 30  # plain and flipped of the 30 images that were not finished
     assert contents(tmp_path) == contents(store.path)
+
+
+def test_memory_does_not_grow_with_the_number_of_shards(autoencoder, tmp_path):
+    peaks = {}
+    for count in (20, 40, 200):   # the first for what is allocated once
+        source = ImageSource.embedded("test", limit_per_class=20).take(range(count))
+        tracemalloc.start()   # it sees numpy's arrays, which shards are
+        encode_to_store(source, autoencoder, tmp_path / str(count), batch_size=20, shard_size=20)
+        peaks[count] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    shard = (tmp_path / "40" / "shard-00000.npy").stat().st_size
+    assert peaks[200] - peaks[40] < 2 * shard   # ten shards against two
 
 
 def test_complete_and_matching_store_is_returned_without_encoding(store, source, autoencoder, monkeypatch):
