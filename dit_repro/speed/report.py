@@ -58,8 +58,8 @@ def ladder_figure(result: dict):
         reached = rung["utilization"] * limit
         axes.barh(row, limit, color="none", edgecolor="#6b6b73", linewidth=1)
         axes.barh(row, reached, color="#2a6f97")
-        axes.annotate(f"{1e3 * rung['seconds']:.1f} ms, {rung['utilization']:.0%} of its limit", (reached, row), (4, 0),
-                      textcoords="offset points", va="center", fontsize=8.5)
+        axes.annotate(f"{1e3 * rung['seconds']:.1f} ms, {rung['utilization']:.0%} of its limit", (1, row), (6, 0),
+                      xycoords=("axes fraction", "data"), textcoords="offset points", va="center", fontsize=8.5)
     axes.set_yticks(range(len(rungs)), [rung["name"] for rung in rungs])
     axes.invert_yaxis()
     axes.set_xlabel("TFLOP/s of the model; the frame is the fastest matrix product in the same precision")
@@ -119,17 +119,15 @@ def roofline_figure(operations: dict, ceiling: float, bandwidth: float):
     at = np.geomspace(0.005, 1000, 200)
     axes.loglog(at, np.minimum(ceiling, at * bandwidth) / 1e9, color="#26262b", linewidth=1.2)
     axes.set_title(f"memory {bandwidth / 1e9:,.0f} GB/s, fastest product {ceiling / 1e9:,.0f} GFLOP/s", fontsize=9)
-    total, above = sum(operation.seconds for operation in operations.values()), {}
-    for name, operation in sorted(operations.items(), key=lambda item: item[1].flops / item[1].seconds):
+    total = sum(operation.seconds for operation in operations.values())
+    ascending = sorted(operations.items(), key=lambda item: item[1].flops / item[1].seconds)
+    for height, (name, operation) in zip(np.linspace(0.05, 0.95, len(ascending)), ascending):
         point = operation.intensity, operation.flops / operation.seconds / 1e9
         axes.plot(*point, "o", color="#2a6f97", markersize=4 + 16 * (operation.seconds / total) ** 0.5, alpha=0.7)
-        near = [y for x, y in above.items() if abs(np.log(x / point[0])) < 1.2]   # labels of neighbors kept apart
-        height = max([np.log10(point[1]), *(y + 0.16 for y in near if y + 0.16 > np.log10(point[1]))])
-        above[point[0] * (1 + 1e-6 * len(above))] = height
-        axes.annotate(f"{name}, {operation.seconds / total:.0%}", (point[0], 10**height), (-12, 0), va="center",
-                      ha="right", textcoords="offset points", fontsize=8.5)
-    axes.set(xlabel="arithmetic intensity, flop a byte", ylabel="GFLOP/s", xlim=(0.005, 1000),
-             ylim=(None, 3 * max(ceiling / 1e9, 10 ** max(above.values()))))
+        axes.annotate(f"{name}, {operation.seconds / total:.0%}", point, (1.02, height), va="center", fontsize=8.5,
+                      textcoords="axes fraction", arrowprops={"arrowstyle": "-", "color": "#9a9aa2", "linewidth": 0.6,
+                                                              "relpos": (0, 0.5), "shrinkA": 1})
+    axes.set(xlabel="arithmetic intensity, flop a byte", ylabel="GFLOP/s", xlim=(0.005, 1000))
     return figure
 
 
