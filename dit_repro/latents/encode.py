@@ -39,8 +39,8 @@ def encode_to_store(source: ImageSource, autoencoder: Autoencoder, path: str | P
             "latent_shape": [autoencoder.latent_channels, size, size], "shard_size": shard_size,
             "class_names": list(source.class_names)}
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    manifest = read_manifest(path) if (path / "manifest.json").exists() else plan
-    if manifest["complete"] or any(path.glob("shard-*.json")):   # else nothing would be lost: a first try that failed
+    manifest = read_manifest(path) if (path / "manifest.json").exists() else None
+    if manifest and (manifest["complete"] or any(path.glob("shard-*.json"))):   # else at most a first try that failed
         refuse_mismatch(path, manifest, asked)
         if manifest["complete"]:
             return LatentStore(path, manifest)

@@ -316,6 +316,11 @@ def test_unfinished_store_keeps_its_shard_size_and_one_without_a_shard_keeps_not
     assert [path.name for path in tmp_path.glob("shard-*.json")] == ["shard-00000.json"]
     with pytest.raises(ValueError, match="made with shard_size 20, asked for 10"):
         encode_to_store(source, autoencoder, tmp_path, shard_size=10)
+    (tmp_path / "manifest.json").unlink()
+    images_before_failing = 20
+    with pytest.raises(ZeroDivisionError):
+        encode_to_store(source, autoencoder, tmp_path, shard_size=20)   # goes on, and says again what it makes
+    assert json.loads((tmp_path / "manifest.json").read_text())["shard_size"] == 20
     (tmp_path / "shard-00000.json").write_text("{")   # damaged, so that the shard is encoded once more
     images_before_failing = 1_000
     assert len(encode_to_store(source, autoencoder, tmp_path, shard_size=20)) == 50
