@@ -1,6 +1,7 @@
 """The reference page: every public name with its signature and docstring, read from the sources without importing."""
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOMS = ("profiles", "latents", "models", "diffusion", "training", "sampling", "evaluation", "speed", "stability",
@@ -24,6 +25,7 @@ def api_page(package: Path) -> str:
     return "\n".join(parts)
 
 
+@cache   # asked again for every name that a room lists
 def _parse(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"))
 

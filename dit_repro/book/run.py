@@ -14,6 +14,7 @@ from dit_repro.book import provenance
 from dit_repro.book.chapters import (
     DATA_PARAMETERS,
     MODEL_PARAMETERS,
+    REHEARSALS,
     Chapter,
     cast_parameters,
     chapters,
@@ -22,8 +23,7 @@ from dit_repro.book.chapters import (
 from dit_repro.files import write_json
 
 # Time limit of one cell; None is no limit.
-CELL_SECONDS = {"smoke": 300, "laptop": 1800, "gpu": 3600, "paper": None, "gpu-rehearsal": 1800,
-                "paper-rehearsal": 1800}
+CELL_SECONDS = {"smoke": 300, "laptop": 1800, "gpu": 3600, "paper": None, **dict.fromkeys(REHEARSALS, 1800)}
 
 
 def run_book(root: Path, wanted=(), profile: str = "laptop", overrides=(), timeout: int | None = None,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import torch
 
 from dit_repro.allocator import keep_freed_memory
@@ -177,15 +178,12 @@ def bench_disk() -> Iterator[Reading]:
             with open(file, "rb") as handle:
                 os.fsync(handle.fileno())   # only clean pages can be given up
                 os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        before = bytes_read()
+        before = process.io_counters().read_bytes
         read(rows, np.zeros(len(rows), bool))
-        return (bytes_read() - before) / (len(rows) * 2 * 8 * 32 * 32)
+        return (process.io_counters().read_bytes - before) / (len(rows) * 2 * 8 * 32 * 32)
 
-    def bytes_read():
-        lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-        return int(lines["read_bytes"])
-
-    if not Path("/proc/self/io").exists():
+    process = psutil.Process()
+    if not hasattr(process, "io_counters") or not hasattr(os, "posix_fadvise"):   # as on macOS, and on Windows
         return
     with tempfile.TemporaryDirectory() as folder:
         store = write_random_store(Path(folder) / "store", 8192, side=32)
